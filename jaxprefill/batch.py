@@ -1,0 +1,68 @@
+"""What one step computes, as host integers. The scheduler makes it, padding turns it into one buffer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxprefill.request import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """How the next token of a row is chosen.
+
+    Attributes:
+        position: index in the sequence of the token to be sampled; fixes its random stream.
+        num_generated: tokens sampled before this one.
+        stop_ids: ids banned while fewer than `params.min_tokens` were generated.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    num_generated: int
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRow:
+    """One request's share of a step: `q_len` new tokens at the end of `kv_len` known ones.
+
+    Attributes:
+        slot: the request's place in the device's per-request arrays.
+        token_ids: the new tokens; None means one token, the last one sampled into `slot`,
+            which the device knows and the host may not yet.
+        pages: KV pages of the request, in order, enough for `kv_len` tokens.
+        sample: how to choose the next token, or None.
+        score_ids: (offset, targets): the logprob of `targets[i]` is wanted after new token
+            `offset + i`.
+    """
+
+    slot: int
+    token_ids: Sequence[int] | None
+    kv_len: int
+    pages: Sequence[int]
+    sample: SampleSpec | None = None
+    score_ids: tuple[int, Sequence[int]] = (0, ())
+
+    @property
+    def q_len(self) -> int:
+        """Number of new tokens."""
+        return 1 if self.token_ids is None else len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The rows of one step; `is_decode` when every row is one sampled token."""
+
+    rows: tuple[BatchRow, ...]
+    is_decode: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, padding not counted."""
+        return sum(row.q_len for row in self.rows)
+
+    @property
+    def max_context(self) -> int:
+        """Longest kv_len of the rows, in tokens."""
+        return max((row.kv_len for row in self.rows), default=0)

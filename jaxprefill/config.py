@@ -1,0 +1,176 @@
+"""What a model is and how an engine is asked to run, as plain host data. Knows no device."""
+
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from jaxprefill.errors import ConfigError
+from jaxprefill.integers import parse_count, parse_counts
+
+PrefillBackend = Literal["full", "layerwise", "eager"]
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and constants of a dense decoder. Counts, except where the name says otherwise.
+
+    `head_dim` is explicit: some models have `head_dim * num_q_heads != hidden_size`.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    norm_eps: float
+    rope_theta: float
+    is_embedding_tied: bool
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"model config: {name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model config: num_q_heads ({self.num_q_heads}) must be a multiple of "
+                f"num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ConfigError(f"model config: head_dim must be even, got {self.head_dim}")
+
+
+def option(default: Any, help_text: str, metavar: str | None = None) -> Any:
+    """A field that is also a command-line flag: the help text lives beside the default."""
+    return field(default=default, metadata={"help": help_text, "metavar": metavar})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine; each field is a keyword of `Engine` and a flag of the command line.
+
+    None means "chosen from model and device"; `plan.make_plan` resolves it. Strings are taken
+    wherever a flag would give one: `EngineConfig(prefill_buckets="16,64")`.
+
+    Raises:
+        ConfigError: a value is out of range; the message names field, value and range.
+    """
+
+    model: str = option("demo", "demo, or a path to a GGUF file", "MODEL")
+    dtype: DType = option("auto", "auto: bfloat16 on GPU and on CPUs with AMX, else float32")
+    context_length: int | None = option(
+        None, "longest prompt plus output, in tokens (default: the model's limit)", "TOKENS"
+    )
+    page_size: int = option(16, "tokens a KV page holds: a power of two, 1 to 128", "TOKENS")
+    kv_cache_tokens: int | None = option(
+        None, "tokens the KV pool holds (default: 16384 on CPU, sized by memory on GPU)", "TOKENS"
+    )
+    memory_fraction: float = option(
+        0.85, "share of free device memory given to the KV pool on GPU", "FRACTION"
+    )
+    max_running_requests: int | None = option(
+        None, "requests that run at once (default: 16 on CPU, 64 on GPU)", "N"
+    )
+    chunked_prefill_size: int | None = option(
+        None, "most tokens in one step, and the last bucket (default: 1024 CPU, 8192 GPU)", "TOKENS"
+    )
+    prefill_backend: PrefillBackend = option(
+        "full", "full: one executable a shape; layerwise: one a layer; eager: fallback only"
+    )
+    prefill_buckets: str | tuple[int, ...] = option(
+        "default", "default, upstream (SGLang's ladder), or token counts: 16,64,256", "LADDER"
+    )
+    full_prefill_max_req: int | None = option(
+        None, "request slots of a prefill executable (default: max_running_requests)", "N"
+    )
+    prefill_max_context: tuple[int, ...] = option(
+        (), "longest contexts the prefill executables take, e.g. 4K,32K (default: all)", "TOKENS"
+    )
+    max_padding_factor: float | None = option(
+        None, "fall back when padded/real tokens exceed this (default: never)", "FACTOR"
+    )
+    strict_prefill: bool = option(False, "make a fallback an error")
+    attention_backend: str = option("auto", "auto, or the name of an attention backend", "NAME")
+    compile_cache: str = option(
+        "auto", "folder of JAX's persistent compilation cache; auto: user cache; off", "DIR"
+    )
+    seed: int | None = option(None, "seed of requests that bring none (default: random)", "SEED")
+
+    def __post_init__(self) -> None:
+        self._coerce()
+        counts = ("context_length", "kv_cache_tokens", "max_running_requests")
+        for name in (*counts, "chunked_prefill_size", "full_prefill_max_req"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not 1 <= self.page_size <= 128 or self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size must be a power of two, 1 to 128, got {self.page_size}")
+        if not 0.05 <= self.memory_fraction <= 0.98:
+            raise ConfigError(f"memory_fraction must be 0.05 to 0.98, got {self.memory_fraction}")
+        if self.max_padding_factor is not None and not self.max_padding_factor >= 1:
+            raise ConfigError(f"max_padding_factor must be at least 1, not {self.max_padding_factor}")
+        for value in self.prefill_max_context:
+            if value < 1:
+                raise ConfigError(f"prefill_max_context must be positive, got {value}")
+        _check_choice("prefill_backend", self.prefill_backend, get_args(PrefillBackend))
+        _check_choice("dtype", self.dtype, get_args(DType))
+
+    def _coerce(self) -> None:
+        """Turns command-line text into the field's type; refuses any other type."""
+        for item, hint in engine_options():
+            value = coerce(item.name, getattr(self, item.name), hint)
+            object.__setattr__(self, item.name, value)
+
+
+def engine_options() -> list[tuple["Field[Any]", Any]]:
+    """Every option with its type, in order: what the command line makes its flags from."""
+    hints = get_type_hints(EngineConfig)
+    return [(item, hints[item.name]) for item in fields(EngineConfig)]
+
+
+def make_config(**options: Any) -> EngineConfig:
+    """EngineConfig from keywords; an unknown keyword is an error that lists the known ones."""
+    known = [item.name for item, _ in engine_options() if item.default is not MISSING]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+    return EngineConfig(**options)
+
+
+def coerce(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the type `hint` says; text is parsed as the command line would."""
+    kinds = set(get_args(hint)) if get_origin(hint) not in (Literal, tuple) else {hint}
+    kinds = kinds or {hint}
+    if value is None and type(None) in kinds:
+        return None
+    if tuple[int, ...] in kinds:
+        is_word = isinstance(value, str) and str in kinds and value.isalpha()
+        return value if is_word else parse_counts(name, value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if int in kinds:
+        return parse_count(name, value)
+    if float in kinds:
+        return _parse_float(name, value)
+    if isinstance(value, str) and hint is not bool:
+        return value
+    raise ConfigError(f"{name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+
+
+def _parse_float(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} must be a number, got {value!r}") from None
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,38 @@
+"""Runs a pure decode batch in the smallest slot bucket that holds it."""
+
+from collections.abc import Mapping
+
+from jaxprefill.batch import Batch
+from jaxprefill.counters import EngineCounters
+from jaxprefill.device_state import DeviceState
+from jaxprefill.errors import CapacityError
+from jaxprefill.prefill.executable import PrefillExecutable
+
+
+class DecodeRunner:
+    """Owns one executable per slot bucket, each of any context up to the engine's."""
+
+    def __init__(
+        self, executables: Mapping[int, PrefillExecutable], counters: EngineCounters
+    ) -> None:
+        """`executables` by number of slots."""
+        self._executables = dict(sorted(executables.items()))
+        self._counters = counters
+
+    def run(self, state: DeviceState, batch: Batch) -> None:
+        """Writes one hidden row per request; dispatched, not awaited.
+
+        Raises:
+            CapacityError: more rows than the largest bucket has slots.
+        """
+        num_rows = len(batch.rows)
+        for num_slots, executable in self._executables.items():
+            if num_slots >= num_rows:
+                executable.run(state, batch)
+                name = f"decode {executable.key}"
+                self._counters.count_pass("decode", name, real=num_rows, padded=num_slots)
+                return
+        raise CapacityError(
+            f"the largest decode executable has {max(self._executables)} slots, the batch has "
+            f"{num_rows} rows; raise max_running_requests"
+        )

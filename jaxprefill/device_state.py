@@ -1,0 +1,49 @@
+"""The arrays that live on the device between steps. Donated ones are replaced by every call."""
+
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Float32, Int32, Shaped
+
+from jaxprefill.models.tree import Leaves
+
+
+@dataclass
+class DeviceState:
+    """Weights and per-engine arrays; C is max_running_requests.
+
+    Attributes:
+        pool: K and V of all layers' pages; donated to every body.
+        hidden: rows the last body wrote, read by the heads; donated, shared by all buckets.
+        last_tokens: the last token sampled into each request slot; donated to the heads.
+        history: per slot and token id: how often it was generated, plus PROMPT_FLAG if it
+            stands in the prompt; kept only for requests with penalties.
+        bias: per slot and token id: what is added to its logit.
+    """
+
+    leaves: Leaves
+    head: Shaped[Array, "V E"]
+    pool: Shaped[Array, "2 K P S D"]
+    hidden: Shaped[Array, "tokens E"]
+    last_tokens: Int32[Array, " C"]
+    history: Int32[Array, "C V"]
+    bias: Float32[Array, "C V"]
+
+    def abstract(self) -> "DeviceState":
+        """The same with shapes instead of arrays: what lowering needs."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self
+        )
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by purpose."""
+        head = 0 if any(leaf is self.head for leaf in self.leaves) else self.head.nbytes
+        return {
+            "weights": sum(leaf.nbytes for leaf in self.leaves) + head,
+            "kv_pool": self.pool.nbytes,
+            "sampling": self.history.nbytes + self.bias.nbytes + self.last_tokens.nbytes,
+            "hidden": self.hidden.nbytes,
+        }
+
+
+jax.tree_util.register_dataclass(DeviceState)

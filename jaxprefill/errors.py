@@ -1,0 +1,42 @@
+"""Every error a caller can meet. A message says the rule, the value that broke it, and the remedy."""
+
+
+class JaxPrefillError(Exception):
+    """Root of all errors raised on purpose by jaxprefill."""
+
+
+class ConfigError(JaxPrefillError, ValueError):
+    """An engine option is wrong, or does not fit the model or the device."""
+
+
+class CheckpointError(JaxPrefillError):
+    """A model cannot be found, fetched, read or mapped onto its architecture."""
+
+
+class CompileError(JaxPrefillError):
+    """An executable could not be compiled; names its shape and carries XLA's message."""
+
+
+class CapacityError(JaxPrefillError):
+    """Something was asked of a fixed-size structure that it cannot hold."""
+
+
+class RequestError(JaxPrefillError, ValueError):
+    """A request is invalid (HTTP 4xx). The engine goes on.
+
+    Attributes:
+        param: name of the request field at fault, if one is.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """Keeps the field at fault beside the message."""
+        super().__init__(message)
+        self.param = param
+
+
+class FallbackError(JaxPrefillError):
+    """`strict_prefill` is set and a batch would have taken the eager fallback."""
+
+
+class KernelUnsupported(JaxPrefillError, NotImplementedError):
+    """No attention backend can serve this model on this device; lists candidates and reasons."""

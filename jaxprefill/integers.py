@@ -1,0 +1,52 @@
+"""Counts as people write them: `4096`, `200k` (200000), `256K` (262144), `25.6k`.
+
+Lower-case suffixes are decimal, capitals binary, and only the decimal ones take a fraction
+(SGLang's rule for --context-bucket, PR 36534).
+"""
+
+import re
+from typing import Any
+
+from jaxprefill.errors import ConfigError
+
+_SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_COUNT = re.compile(r"([+-]?\d+)(?:\.(\d+))?([kKmMgG]?)")
+
+
+def parse_count(name: str, value: Any) -> int:
+    """An integer from an int or from text with an optional suffix.
+
+    Raises:
+        ConfigError: not a whole number, or a fraction with a binary suffix.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(
+            f"{name} must be a whole number such as 4096, 200k or 256K, got {value!r}"
+        )
+    whole, fraction, suffix = match.groups()
+    scale = _SCALES[suffix]
+    if fraction is None:
+        return int(whole) * scale
+    digits = 10 ** len(fraction)
+    scaled = int(whole + fraction) * scale
+    if suffix.isupper() or scaled % digits:
+        raise ConfigError(
+            f"{name}: a fraction needs a decimal suffix and a whole result (25.6k), got {value!r}"
+        )
+    return scaled // digits
+
+
+def parse_counts(name: str, value: Any) -> tuple[int, ...]:
+    """Integers from a comma-separated text, a sequence, or one integer."""
+    if isinstance(value, str):
+        parts: list[Any] = [part for part in value.split(",") if part.strip()]
+        if not parts:
+            raise ConfigError(f"{name} must name at least one count, got {value!r}")
+    elif isinstance(value, (tuple, list)):
+        parts = list(value)
+    else:
+        parts = [value]
+    return tuple(parse_count(name, part) for part in parts)

@@ -1,0 +1,14 @@
+"""Causal ragged paged attention: prefill, chunked prefill, mixed batches and decode in one op."""
+
+from jaxprefill.kernels.attention.api import AttentionBackend, Capabilities, RaggedBatch
+from jaxprefill.kernels.attention.select import select_backend
+from jaxprefill.kernels.attention.tiles import TileShape, plan_tiles
+
+__all__ = [
+    "AttentionBackend",
+    "Capabilities",
+    "RaggedBatch",
+    "TileShape",
+    "plan_tiles",
+    "select_backend",
+]

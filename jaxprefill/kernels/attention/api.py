@@ -1,0 +1,99 @@
+"""What an attention backend is: a device function, its tiling, and what it can do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxprefill.kernels.attention.tiles import TileShape
+
+
+class RaggedBatch(NamedTuple):
+    """Who owns which tokens and pages; device integers unpacked from the batch's buffer.
+
+    A sentinel request has q_len 0 and kv_len 0. `kv_rows` is the pool row (page * S + offset)
+    that each new token's K and V are written to; padding tokens hold NO_ROW and write nowhere.
+    """
+
+    kv_rows: Int32[Array, " T"]
+    q_lens: Int32[Array, " R"]
+    kv_lens: Int32[Array, " R"]
+    q_starts: Int32[Array, " R"]
+    page_table: Int32[Array, "R W"]
+    tile_slot: Int32[Array, " N"]
+    tile_start: Int32[Array, " N"]
+    num_tiles: Int32[Array, ""]
+
+
+NO_ROW = 2**31 - 1
+
+# One layer's attention: writes the new K and V into the pool [2, K, P, S, D], then attends.
+# (q [T, H, D], k [T, K, D], v [T, K, D], pool, batch, first_page) -> (out [T, H, D], pool);
+# first_page is where the layer's pages begin in the pool. The pool must be donated or dead.
+Attend = Callable[
+    [
+        Float[Array, "T H D"],
+        Float[Array, "T K D"],
+        Float[Array, "T K D"],
+        Shaped[Array, "2 K P S D"],
+        RaggedBatch,
+        Int32[Array, ""],
+    ],
+    tuple[Float[Array, "T H D"], Shaped[Array, "2 K P S D"]],
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend can serve; compared with what a model needs at start-up."""
+
+    platforms: frozenset[str]
+    dtypes: frozenset[str]
+    max_page_size: int
+    has_max_context: bool = True
+
+    def lacks(self, *, platform: str, dtype: str, page_size: int) -> str | None:
+        """The first need that is not met, in words, or None."""
+        if platform not in self.platforms:
+            return f"runs on {', '.join(sorted(self.platforms))}, not on {platform}"
+        if dtype not in self.dtypes:
+            return f"takes {', '.join(sorted(self.dtypes))}, not {dtype}"
+        if page_size > self.max_page_size:
+            return f"takes pages of up to {self.max_page_size} tokens, not {page_size}"
+        return None
+
+
+class ChooseTiles(Protocol):
+    """The tiling of one compiled shape: a backend's choice."""
+
+    def __call__(
+        self, num_tokens: int, num_slots: int, max_context: int, *, page_size: int, is_decode: bool
+    ) -> TileShape:
+        """`is_decode`: every request has one new token, in the row of its slot."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackend:
+    """A named implementation. `make` closes over static sizes, a fresh function per shape."""
+
+    name: str
+    capabilities: Capabilities
+    tile_shape: ChooseTiles
+    make: Callable[[TileShape], Attend]
+
+
+def write_kv(
+    pool: Shaped[Array, "2 K P S D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    kv_rows: Int32[Array, " T"],
+    first_page: Int32[Array, ""],
+) -> Shaped[Array, "2 K P S D"]:
+    """The pool with each token's K and V in its row; NO_ROW tokens are dropped."""
+    num_pages, page_size = pool.shape[2:4]
+    page = jax.numpy.where(kv_rows == NO_ROW, num_pages, kv_rows // page_size + first_page)
+    new = jax.numpy.stack([k, v]).transpose(0, 2, 1, 3).astype(pool.dtype)  # [2, K, T, D]
+    return pool.at[:, :, page, kv_rows % page_size].set(new, mode="drop")

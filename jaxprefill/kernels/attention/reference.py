@@ -1,0 +1,28 @@
+"""The meaning of the op in plain jnp: one request at a time, dense, float32, nothing paged away."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+
+def reference_attention(
+    q: Float[Array, "q H D"], keys: Float[Array, "k K D"], values: Float[Array, "k K D"]
+) -> Float[Array, "q H D"]:
+    """Causal attention of the last `q` of `k` positions; scores and sums in float32."""
+    group = q.shape[1] // keys.shape[1]
+    keys = jnp.repeat(keys.astype(jnp.float32), group, axis=1)  # [k, H, D]
+    values = jnp.repeat(values.astype(jnp.float32), group, axis=1)
+    scores = jnp.einsum("qhd,khd->hqk", q.astype(jnp.float32), keys) * q.shape[-1] ** -0.5
+    position = jnp.arange(len(keys))[None] - (len(keys) - len(q))
+    scores = jnp.where(position <= jnp.arange(len(q))[:, None], scores, -jnp.inf)
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), values).astype(q.dtype)
+
+
+def read_pages(
+    pool: Shaped[Array, "2 K P S D"], pages: list[int], kv_len: int
+) -> tuple[Shaped[Array, "k K D"], Shaped[Array, "k K D"]]:
+    """The first `kv_len` keys and values that a request's pages hold."""
+    rows = pool[:, :, np.asarray(pages, np.int32)]  # [2, K, W, S, D]
+    flat = rows.reshape(2, pool.shape[1], -1, pool.shape[-1]).transpose(0, 2, 1, 3)
+    return flat[0, :kv_len], flat[1, :kv_len]

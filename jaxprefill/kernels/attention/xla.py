@@ -1,0 +1,189 @@
+"""Ragged paged attention in plain JAX, blocked over context: memory grows with neither M nor N*M.
+
+Written for the CPU, whose XLA may loop: one while loop a layer, as each costs compile time.
+Prefill walks (tile, key block) pairs and visits only live, causal ones; decode steps all
+slots through the key blocks at once. The reads sit in a loop that leaves the pool alone and the
+writes before it, so that XLA updates a donated pool in place.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxprefill.kernels.attention.api import (
+    Attend,
+    AttentionBackend,
+    Capabilities,
+    RaggedBatch,
+    write_kv,
+)
+from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
+
+_MASKED = -1e30
+_MAX_BLOCK_K = 128
+
+
+def _tile_shape(
+    num_tokens: int, num_slots: int, max_context: int, *, page_size: int, is_decode: bool
+) -> TileShape:
+    """Tile sizes measured on two AVX2 cores; large tiles pay only where requests are long."""
+    tile_q = 1 if is_decode else 16 if num_tokens <= 64 else 32 if num_tokens <= 256 else 64
+    num_blocks = -(-max_context // _MAX_BLOCK_K)
+    return TileShape(
+        tile_q=tile_q,
+        block_k=_MAX_BLOCK_K,
+        num_tiles=tile_capacity(num_tokens, num_slots, tile_q),
+        pages_per_slot=num_blocks * _MAX_BLOCK_K // page_size,
+    )
+
+
+def _make(shape: TileShape) -> Attend:
+    attend = _decode if shape.tile_q == 1 else _prefill
+
+    def write_and_attend(q, k, v, pool, batch, first_page):  # pyright: ignore
+        pool = write_kv(pool, k, v, batch.kv_rows, first_page)
+        return attend(q, pool, batch, first_page, shape).astype(q.dtype), pool
+
+    return write_and_attend
+
+
+def _prefill(
+    q: Float[Array, "T H D"],
+    pool: Shaped[Array, "2 K P S D"],
+    batch: RaggedBatch,
+    first_page: Int32[Array, ""],
+    shape: TileShape,
+) -> Float[Array, "T H D"]:
+    tile_q, block_k = shape.tile_q, shape.block_k
+    num_tokens, num_heads, dim = q.shape
+    kv_heads = pool.shape[1]
+    group, num_tiles = num_heads // kv_heads, len(batch.tile_slot)
+    slot, start = batch.tile_slot, batch.tile_start
+    prefix = batch.kv_lens[slot] - batch.q_lens[slot]
+    limit = jnp.minimum(batch.kv_lens[slot], prefix + start + tile_q)  # keys the tile may see
+    token = start[:, None] + jnp.arange(tile_q)  # [N, tile_q], from the request's first new one
+    rows = batch.q_starts[slot][:, None] + token
+    tiles = q[jnp.clip(rows, 0, num_tokens - 1)].astype(jnp.float32) * dim**-0.5
+    tiles = tiles.reshape(num_tiles, tile_q, kv_heads, group, dim)
+    tiles = tiles.transpose(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads, group * tile_q, dim)
+    tiles = tiles.astype(pool.dtype)
+    last_key = jnp.minimum(prefix[:, None] + token, limit[:, None] - 1)
+    last_key = jnp.tile(last_key, (1, group))  # [N, G * tile_q]
+
+    def step(carry):  # pyright: ignore
+        tile, block, out, top, total, acc = carry
+        key = block * block_k + jnp.arange(block_k)
+        pages = _block_pages(batch.page_table, slot[tile], block, shape, pool) + first_page
+        keys = pool[0][:, pages].reshape(kv_heads, block_k, dim)
+        values = pool[1][:, pages].reshape(kv_heads, block_k, dim)
+        values = jnp.where((key < limit[tile])[:, None], values, 0)  # a stale NaN must not leak
+        visible = key <= last_key[tile][:, None]
+        is_first = block == 0
+        top = jnp.where(is_first, _MASKED, top)
+        total, acc = jnp.where(is_first, 0, total), jnp.where(is_first, 0, acc)
+        top, total, acc = _online_softmax(tiles[tile], keys, values, visible, (top, total, acc))
+        out = lax.dynamic_update_index_in_dim(out, acc / total[..., None], tile, 0)
+        is_last = (block + 1) * block_k >= limit[tile]
+        return tile + is_last, jnp.where(is_last, 0, block + 1), out, top, total, acc
+
+    sums = jnp.zeros((kv_heads, group * tile_q), jnp.float32)
+    acc = jnp.zeros((kv_heads, group * tile_q, dim), jnp.float32)
+    out = jnp.zeros(tiles.shape, jnp.float32)
+    carry = (jnp.int32(0), jnp.int32(0), out, sums, sums, acc)
+    out = lax.while_loop(lambda carry: carry[0] < batch.num_tiles, step, carry)[2]
+    out = out.reshape(num_tiles, kv_heads, group, tile_q, dim).transpose(0, 3, 1, 2, 4)
+    is_live = (token < batch.q_lens[slot][:, None]) & _is_planned(batch, num_tiles)[:, None]
+    return _untile(out.reshape(-1, num_heads, dim), rows, is_live, num_tokens)
+
+
+def _is_planned(batch: RaggedBatch, num_tiles: int) -> Shaped[Array, " N"]:
+    return jnp.arange(num_tiles) < batch.num_tiles
+
+
+def _untile(
+    out: Float[Array, "rows H D"],
+    rows: Int32[Array, "N q"],
+    is_live: Shaped[Array, "N q"],
+    num_tokens: int,
+) -> Float[Array, "T H D"]:
+    """Tile rows back in token order; padding tokens get zeros."""
+    home = jnp.where(is_live, rows, num_tokens)
+    source = jnp.full((num_tokens,), len(out), jnp.int32)
+    source = source.at[home].set(jnp.arange(len(out), dtype=jnp.int32).reshape(rows.shape),
+                                 mode="drop")
+    return jnp.take(out, source, axis=0, mode="fill", fill_value=0)
+
+
+def _decode(
+    q: Float[Array, "T H D"],
+    pool: Shaped[Array, "2 K P S D"],
+    batch: RaggedBatch,
+    first_page: Int32[Array, ""],
+    shape: TileShape,
+) -> Float[Array, "T H D"]:
+    num_slots, num_heads, dim = q.shape
+    kv_heads, block_k = pool.shape[1], shape.block_k
+    pages_per_block = block_k // pool.shape[3]
+    queries = (q.astype(jnp.float32) * dim**-0.5).astype(pool.dtype)
+    queries = queries.reshape(num_slots, kv_heads, -1, dim).transpose(1, 0, 2, 3)  # [K, R, G, D]
+
+    def step(block, carry):  # pyright: ignore
+        start = (jnp.int32(0), block * pages_per_block)
+        pages = lax.dynamic_slice(batch.page_table, start, (num_slots, pages_per_block))
+        seen = block * block_k + jnp.arange(block_k) < batch.kv_lens[:, None]  # [R, block_k]
+        keys = pool[0][:, pages + first_page].reshape(kv_heads, num_slots, block_k, dim)
+        values = pool[1][:, pages + first_page].reshape(kv_heads, num_slots, block_k, dim)
+        values = jnp.where(seen[..., None], values, 0)
+        return _online_softmax(queries, keys, values, seen[:, None], carry)
+
+    sums = jnp.zeros(queries.shape[:3], jnp.float32)
+    carry = (sums + _MASKED, sums, jnp.zeros(queries.shape, jnp.float32))
+    num_blocks = -(-batch.kv_lens.max() // block_k)
+    _, total, acc = lax.fori_loop(0, num_blocks, step, carry)
+    out = acc / jnp.maximum(total, 1e-30)[..., None]
+    return out.transpose(1, 0, 2, 3).reshape(num_slots, num_heads, dim)
+
+
+def _block_pages(
+    page_table: Int32[Array, "R W"],
+    slot: Int32[Array, ""],
+    block: Int32[Array, ""],
+    shape: TileShape,
+    pool: Shaped[Array, "2 K P S D"],
+) -> Int32[Array, " pages"]:
+    pages_per_block = shape.block_k // pool.shape[3]
+    return lax.dynamic_slice(page_table, (slot, block * pages_per_block), (1, pages_per_block))[0]
+
+
+def _online_softmax(
+    queries: Shaped[Array, "*batch q D"],
+    keys: Shaped[Array, "*batch k D"],
+    values: Shaped[Array, "*batch k D"],
+    visible: Shaped[Array, "..."],
+    carry: tuple[Float[Array, "*batch q"], Float[Array, "*batch q"], Float[Array, "*batch q D"]],
+) -> tuple[Float[Array, "*batch q"], Float[Array, "*batch q"], Float[Array, "*batch q D"]]:
+    """One block of keys folded into running (max, sum, weighted values), all float32."""
+    top, total, acc = carry
+    batch = tuple(range(queries.ndim - 2))
+    dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+    last = queries.ndim - 1
+    scores = dot(queries, keys, (((last,), (last,)), (batch, batch)))
+    scores = jnp.where(visible, scores, _MASKED)
+    new_top = jnp.maximum(top, scores.max(-1))
+    weights, scale = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+    added = dot(weights.astype(values.dtype), values, (((last,), (last - 1,)), (batch, batch)))
+    return new_top, total * scale + weights.sum(-1), acc * scale[..., None] + added
+
+
+XLA = AttentionBackend(
+    name="xla",
+    capabilities=Capabilities(
+        platforms=frozenset({"cpu", "gpu"}),
+        dtypes=frozenset({"float32", "bfloat16"}),
+        max_page_size=_MAX_BLOCK_K,
+    ),
+    tile_shape=_tile_shape,
+    make=_make,
+)

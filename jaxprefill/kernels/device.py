@@ -1,0 +1,49 @@
+"""The only place that looks at the chip."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """What choices depend on.
+
+    Attributes:
+        platform: "cpu" or "gpu".
+        kind: the chip's name as its driver gives it.
+        memory_bytes: memory a process may use, or None where the backend does not say (CPU).
+        has_bf16_matmul: whether bfloat16 matrix products run faster than float32.
+    """
+
+    platform: str
+    kind: str
+    memory_bytes: int | None
+    has_bf16_matmul: bool
+
+
+def describe_device() -> DeviceInfo:
+    """The first device of jax's default backend."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    is_cpu = device.platform == "cpu"
+    return DeviceInfo(
+        platform=device.platform,
+        kind=device.device_kind,
+        memory_bytes=stats.get("bytes_limit"),
+        has_bf16_matmul=_has_amx() if is_cpu else True,
+    )
+
+
+def free_memory_bytes() -> int | None:
+    """Bytes still free on the device, or None where the backend does not say (CPU)."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _has_amx() -> bool:
+    flags = Path("/proc/cpuinfo")
+    return flags.exists() and "amx_bf16" in flags.read_text(errors="replace")

@@ -1,0 +1,65 @@
+"""What prefill asks of an architecture; knows none of them."""
+
+from typing import NamedTuple, Protocol
+
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxprefill.config import ModelConfig
+from jaxprefill.kernels.attention import RaggedBatch
+from jaxprefill.kernels.attention.api import Attend
+
+
+class LayerInputs(NamedTuple):
+    """What every layer of a pass reads besides hidden state and cache."""
+
+    rotary: Float[Array, "2 T half"]
+    batch: RaggedBatch
+
+
+class Fused(NamedTuple):
+    """A parameter made of checkpoint tensors, concatenated or stacked along the first axis."""
+
+    sources: tuple[str, ...]
+    is_stacked: bool = False
+
+
+class DecoderLayer(Protocol):
+    """One transformer layer."""
+
+    def __call__(
+        self,
+        hidden: Float[Array, "T E"],
+        pool: Shaped[Array, "2 K P S D"],
+        norms: Float[Array, "2 E"],
+        layer: Int32[Array, ""],
+        inputs: LayerInputs,
+        attend: Attend,
+    ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
+        """Hidden state after the layer, and the pool with its K and V written."""
+        ...
+
+
+class Decoder(Protocol):
+    """A decoder-only transformer whose layers can be run one by one.
+
+    `norms` packs all norm weights: rows 2l and 2l + 1 are layer l's, the last is the final one.
+    """
+
+    config: ModelConfig
+
+    def embed(self, ids: Int32[Array, " T"]) -> Float[Array, "T E"]:
+        """Token embeddings, float32: the residual stream stays in float32."""
+        ...
+
+    def rotary(self, positions: Int32[Array, " T"]) -> Float[Array, "2 T half"]:
+        """The rotary table of these positions."""
+        ...
+
+    def final_norm(self, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """What the LM head multiplies."""
+        ...
+
+    @staticmethod
+    def sources(config: ModelConfig) -> dict[str, Fused]:
+        """Parameter path -> the checkpoint tensors it is made of; every tensor appears once."""
+        ...

@@ -1,0 +1,141 @@
+"""Lower and compile many shapes in threads, and keep a record of each.
+
+The only module that compiles; after start-up nothing does, and `CompilationCounter` proves it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.monitoring
+
+from jaxprefill.errors import CompileError
+
+# Level 1 halves compile time on the CPU (4.1 s instead of 6.4 s for 30 unrolled layers) at the
+# same speed or better: matrix products are library calls either way.
+CPU_OPTIONS: dict[str, bool | int | str] = {"xla_backend_optimization_level": 1}
+# One graph: every kind of command an executable holds may be captured, however few there are.
+GPU_OPTIONS: dict[str, bool | int | str] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION",
+    "xla_gpu_graph_min_graph_size": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutableRecord:
+    """What is known of a compiled executable. Sizes as XLA's memory analysis gives them."""
+
+    name: str
+    lower_s: float
+    compile_s: float
+    temp_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    code_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileJob:
+    """One executable to be. `cost` orders the jobs, largest first."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+    cost: int = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """An executable and its record."""
+
+    call: Callable[..., Any]
+    record: ExecutableRecord
+
+
+def compile_job(job: CompileJob, options: dict[str, bool | int | str]) -> Compiled:
+    """Lowers and compiles one job; `keep_unused` keeps a donated argument that is not read.
+
+    Raises:
+        CompileError: carries the job's name and XLA's message.
+    """
+    try:
+        started = time.perf_counter()
+        jitted = jax.jit(job.function, donate_argnums=job.donated, keep_unused=True)
+        lowered = jitted.lower(*job.arguments)
+        lowered_at = time.perf_counter()
+        compiled = lowered.compile(compiler_options=options)
+        done = time.perf_counter()
+    except Exception as error:
+        raise CompileError(
+            f"executable {job.name} could not be compiled: {error}; "
+            "leave this shape out, or lower chunked_prefill_size or max_running_requests"
+        ) from error
+    memory = compiled.memory_analysis()
+    record = ExecutableRecord(
+        name=job.name,
+        lower_s=lowered_at - started,
+        compile_s=done - lowered_at,
+        temp_bytes=memory.temp_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+    )
+    return Compiled(compiled, record)
+
+
+def compile_all(
+    jobs: Sequence[CompileJob],
+    *,
+    options: dict[str, bool | int | str],
+    num_threads: int,
+    on_done: Callable[[ExecutableRecord], None],
+) -> dict[str, Compiled]:
+    """Every job by name, largest first; the first failure stops the rest and is raised."""
+    ordered = sorted(jobs, key=lambda job: -job.cost)
+    done: dict[str, Compiled] = {}
+    pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="compile")
+    try:
+        futures = [pool.submit(compile_job, job, options) for job in ordered]
+        for future in as_completed(futures):
+            compiled = future.result()
+            done[compiled.record.name] = compiled
+            on_done(compiled.record)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return done
+
+
+class CompilationCounter:
+    """Counts backend compilations of the whole process (jax.monitoring has no per-caller view)."""
+
+    _lock = threading.Lock()
+    _total = 0
+    _is_listening = False
+
+    def __init__(self) -> None:
+        """Starts at zero from now on."""
+        with CompilationCounter._lock:
+            if not CompilationCounter._is_listening:
+                jax.monitoring.register_event_duration_secs_listener(self._on_event)
+                CompilationCounter._is_listening = True
+            self._start = CompilationCounter._total
+
+    @property
+    def count(self) -> int:
+        """Compilations since this counter was made, persistent-cache hits included."""
+        return CompilationCounter._total - self._start
+
+    @staticmethod
+    def _on_event(event: str, duration_s: float, **details: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            with CompilationCounter._lock:
+                CompilationCounter._total += 1

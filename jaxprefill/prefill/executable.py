@@ -1,0 +1,145 @@
+"""A compiled body behind its guard, and the layer-by-layer form of the same pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxprefill.batch import Batch
+from jaxprefill.device_state import DeviceState
+from jaxprefill.models.decoder import LayerInputs
+from jaxprefill.models.tree import Leaves
+from jaxprefill.prefill.buckets import ShapeKey
+from jaxprefill.prefill.compiler import Compiled, CompileJob
+from jaxprefill.prefill.forward import Body, resolve_ids, unpack, write_hidden
+from jaxprefill.prefill.padding import Buffer, pad
+
+Finish = Callable[[dict[str, Compiled]], "PrefillExecutable | LayerwiseExecutable"]
+
+
+class PrefillExecutable:
+    """One whole forward pass, one XLA executable."""
+
+    def __init__(self, key: ShapeKey, body: Body, compiled: Compiled) -> None:
+        """`compiled` is `body` at `key`'s shape."""
+        self.key = key
+        self._layout = body.layout
+        self._compiled = compiled.call
+
+    def run(self, state: DeviceState, batch: Batch) -> None:
+        """Writes the batch's hidden rows and KV; dispatched, not awaited.
+
+        Raises:
+            CapacityError: the batch exceeds the shape.
+        """
+        self.execute(state, pad(batch, self._layout))
+
+    def execute(self, state: DeviceState, buffer: Buffer) -> None:
+        """The same for a buffer already padded to this shape."""
+        state.pool, state.hidden = self._compiled(
+            state.leaves, state.pool, state.hidden, state.last_tokens, buffer
+        )
+
+    @staticmethod
+    def job(name: str, body: Body, state: DeviceState) -> CompileJob:
+        """What must be compiled; `state` may be abstract."""
+        buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
+        arguments = (state.leaves, state.pool, state.hidden, state.last_tokens, buffer)
+        cost = body.layout.key.num_tokens * body.tree.config.num_layers
+        return CompileJob(name=name, function=body, arguments=arguments, donated=(1, 2), cost=cost)
+
+
+class LayerwiseExecutable:
+    """The same pass as L + 2 launches of three small executables: embed, layer, finish.
+
+    At the ladder's shapes it is the `layerwise` backend, at coarse shapes the eager fallback.
+    """
+
+    def __init__(self, key: ShapeKey, body: Body, compiled: dict[str, Compiled]) -> None:
+        """`compiled` holds the jobs of `jobs`, by their last name part."""
+        self.key = key
+        self._body = body
+        self._embed, self._layer, self._finish = (
+            compiled[part].call for part in ("embed", "layer", "finish")
+        )
+        self._layers: list[tuple[Leaves, Array]] = []
+
+    def bind(self, state: DeviceState) -> None:
+        """Splits the weights by layer, once."""
+        num_layers = self._body.tree.config.num_layers
+        self._layers = [
+            (self._body.tree.layer_leaves(state.leaves, index), jax.device_put(np.int32(index)))
+            for index in range(num_layers)
+        ]
+
+    def run(self, state: DeviceState, batch: Batch) -> None:
+        """See `PrefillExecutable.run`."""
+        buffer = jax.device_put(pad(batch, self._body.layout))
+        rows, rotary = self._embed(state.leaves, state.last_tokens, buffer)
+        norms = self._body.tree.leaf(state.leaves, "norms")
+        for leaves, index in self._layers:
+            rows, state.pool = self._layer(leaves, norms, rows, state.pool, index, rotary, buffer)
+        state.hidden = self._finish(state.leaves, state.hidden, rows)
+
+    @staticmethod
+    def jobs(name: str, body: Body, state: DeviceState) -> tuple[CompileJob, ...]:
+        """The three executables; `state` may be abstract."""
+        config, tokens = body.tree.config, body.layout.key.num_tokens
+        buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
+        rows = jax.ShapeDtypeStruct((tokens, config.hidden_size), np.float32)
+        rotary = jax.ShapeDtypeStruct((2, tokens, config.head_dim // 2), np.float32)
+        index = jax.ShapeDtypeStruct((), np.int32)
+        norms = body.tree.leaf(state.leaves, "norms")
+        own = body.tree.layer_leaves(state.leaves, 0)
+        steps: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = {
+            "embed": (_Embed(body), (state.leaves, state.last_tokens, buffer), ()),
+            "layer": (_Layer(body), (own, norms, rows, state.pool, index, rotary, buffer), (2, 3)),
+            "finish": (_Finish(body), (state.leaves, state.hidden, rows), (1,)),
+        }
+        return tuple(
+            CompileJob(
+                name=f"{name}/{part}", function=fn, arguments=args, donated=donated, cost=tokens
+            )
+            for part, (fn, args, donated) in steps.items()
+        )
+
+
+class _Step:
+    def __init__(self, body: Body) -> None:
+        self.body = body
+
+
+class _Embed(_Step):
+    def __call__(
+        self, leaves: Leaves, last_tokens: Int32[Array, " C"], buffer: Int32[Array, " words"]
+    ) -> tuple[Float[Array, "T E"], Float[Array, "2 T half"]]:
+        model, inputs = self.body.tree.bind(leaves), unpack(buffer, self.body.layout)
+        rows = model.embed(resolve_ids(inputs.ids, last_tokens))
+        return rows, model.rotary(inputs.positions)
+
+
+class _Layer(_Step):
+    def __call__(
+        self,
+        leaves: Leaves,
+        norms: Float[Array, "norms E"],
+        rows: Float[Array, "T E"],
+        pool: Shaped[Array, "2 K P S D"],
+        index: Int32[Array, ""],
+        rotary: Float[Array, "2 T half"],
+        buffer: Int32[Array, " words"],
+    ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
+        pair = jax.lax.dynamic_slice_in_dim(norms, 2 * index, 2)
+        inputs = LayerInputs(rotary, unpack(buffer, self.body.layout).batch)
+        return self.body.layer(leaves, pair, rows, pool, index, inputs)
+
+
+class _Finish(_Step):
+    def __call__(
+        self, leaves: Leaves, hidden: Shaped[Array, "tokens E"], rows: Float[Array, "T E"]
+    ) -> Shaped[Array, "tokens E"]:
+        normed = self.body.tree.bind(leaves).final_norm(rows)
+        return write_hidden(hidden, normed[: len(hidden)])

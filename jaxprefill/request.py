@@ -1,0 +1,166 @@
+"""A request and what comes back: plain host data, validated where it is made."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxprefill.errors import RequestError
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens; OpenAI's names and vLLM's additions.
+
+    `temperature` 0 is greedy on raw logits, ties to the lowest id. `logprobs` is the number of
+    alternatives wanted beside each generated token (0: the token's own logprob alone; None:
+    none); logprobs are of the raw logits, whatever temperature and filters do.
+
+    Raises:
+        RequestError: a value is out of range; `param` names it.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_numbers()
+        self._check_stops()
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if not isinstance(self.ignore_eos, bool):
+            raise _wrong("ignore_eos", "true or false", self.ignore_eos)
+
+    def _check_numbers(self) -> None:
+        _check_int("max_tokens", self.max_tokens, 0, None)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, is_low_open=True)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("n", self.n, 1, 1024)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, is_low_open=True)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise _wrong("stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise _wrong("stop", "non-empty strings", text)
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, None)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty needs the tokens seen so far."""
+        neutral = (self.presence_penalty, self.frequency_penalty) == (0.0, 0.0)
+        return not neutral or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the engine is asked to do with one prompt.
+
+    Attributes:
+        prompt_ids: at least one token id, each within the vocabulary.
+        seed: 64 bits that fix this request's random stream.
+        stop_ids: ids that end the request, EOS included unless it is ignored.
+        wants_prompt_logprobs: score every prompt token but the first.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    wants_prompt_logprobs: bool = False
+    index: int = 0
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One generated continuation.
+
+    Attributes:
+        logprobs: one raw logprob per generated token, or None when not asked for.
+        top_logprobs: per generated token {id: logprob}, the chosen token always among them.
+        prompt_logprobs: one per prompt token, the first None; None when not asked for.
+        stop_reason: the stop string or id that ended it, None for EOS or length.
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        index: which of the `n` continuations of its prompt this is.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = field(default=None, repr=False)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    index: int = 0
+
+
+def _wrong(param: str, rule: str, value: Any) -> RequestError:
+    return RequestError(f"{param} must be {rule}, got {value!r}", param=param)
+
+
+def _check_int(param: str, value: Any, low: int, high: int | None) -> None:
+    rule = f"an integer, {low} to {high}" if high is not None else f"an integer of at least {low}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise _wrong(param, rule, value)
+    if high is not None and value > high:
+        raise _wrong(param, rule, value)
+
+
+def _check_float(
+    param: str, value: Any, low: float, high: float, *, is_low_open: bool = False
+) -> None:
+    rule = f"a number above {low} and up to {high}" if is_low_open else f"a number, {low} to {high}"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not low <= value <= high:
+        raise _wrong(param, rule, value)
+    if is_low_open and value == low:
+        raise _wrong(param, rule, value)
+
+
+def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise _wrong("logit_bias", "a mapping from token id to a number", bias)
+    for token, value in bias.items():
+        _check_int("logit_bias", token, 0, None)
+        _check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
+    return dict(bias)

@@ -1,0 +1,154 @@
+"""The LM head and what follows it, as executables keyed by row count.
+
+No [tokens, V] or [slots, V] array is tied to a prefill bucket: a head reads the rows it needs
+from the shared hidden buffer. Each kind returns one small array: one read-back a step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, Int32, Shaped
+
+from jaxprefill.device_state import DeviceState
+from jaxprefill.models.layers import linear
+from jaxprefill.prefill.compiler import CompileJob
+from jaxprefill.request import MAX_TOP_LOGPROBS
+from jaxprefill.sampling.pack import NUM_WORDS, mask_words
+from jaxprefill.sampling.sampler import (
+    PROMPT_FLAG,
+    choose,
+    expand_mask,
+    penalise,
+    unpack_rows,
+)
+
+
+@dataclass(frozen=True)
+class HeadFunctions:
+    """The head's pure functions for one vocabulary; `num_valid` ids may be sampled."""
+
+    num_valid: int
+
+    def greedy(
+        self,
+        head: Shaped[Array, "V E"],
+        hidden: Shaped[Array, "tokens E"],
+        last_tokens: Int32[Array, " C"],
+        buffer: Int32[Array, "r words"],
+    ) -> tuple[Int32[Array, " C"], Int32[Array, "r 2"]]:
+        """(last_tokens, [token, bits of its logprob]): argmax of the raw logits."""
+        params = unpack_rows(buffer)
+        logits = linear(hidden[params.row], head)
+        valid = jnp.where(jnp.arange(logits.shape[1]) < self.num_valid, logits, -jnp.inf)
+        tokens = jnp.argmax(valid, axis=-1).astype(jnp.int32)
+        logprobs = _logprob_of(logits, tokens)
+        last_tokens = last_tokens.at[params.slot].set(tokens, mode="drop")
+        return last_tokens, jnp.stack([tokens, _bits(logprobs)], axis=1)
+
+    def general(
+        self,
+        head: Shaped[Array, "V E"],
+        hidden: Shaped[Array, "tokens E"],
+        last_tokens: Int32[Array, " C"],
+        history: Int32[Array, "C V"],
+        bias: Float32[Array, "C V"],
+        mask: Int32[Array, "r mask_words"],
+        buffer: Int32[Array, "r words"],
+    ) -> tuple[Int32[Array, " C"], Int32[Array, "C V"], Int32[Array, "r outputs"]]:
+        """(last_tokens, history, [token, logprob, top ids, top logprobs]); floats by their bits."""
+        params = unpack_rows(buffer)
+        raw = linear(hidden[params.row], head)
+        safe = jnp.minimum(params.slot, len(last_tokens) - 1)
+        logits = raw + jnp.where(params.has_bias[:, None] == 1, bias[safe], 0)
+        seen = jnp.where(params.has_history[:, None] == 1, history[safe], 0)
+        logits = penalise(logits, seen, params)
+        logits = jnp.where(expand_mask(mask, logits.shape[1]), logits, -jnp.inf)
+        tokens = choose(logits, params)
+        top, top_ids = lax.top_k(raw, min(MAX_TOP_LOGPROBS, raw.shape[1]))
+        total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
+        last_tokens = last_tokens.at[params.slot].set(tokens, mode="drop")
+        counted = jnp.where(params.has_history == 1, params.slot, len(last_tokens))
+        history = history.at[counted, tokens].add(1, mode="drop")
+        columns = [tokens[:, None], _bits(_logprob_of(raw, tokens))[:, None]]
+        out = jnp.concatenate([*columns, top_ids.astype(jnp.int32), _bits(top - total)], axis=1)
+        return last_tokens, history, out
+
+    def score(
+        self,
+        head: Shaped[Array, "V E"],
+        hidden: Shaped[Array, "tokens E"],
+        buffer: Int32[Array, "r 2"],
+    ) -> Float32[Array, " r"]:
+        """The raw logprob of each line's (row, target id)."""
+        return _logprob_of(linear(hidden[buffer[:, 0]], head), buffer[:, 1])
+
+
+def set_history(
+    history: Int32[Array, "C V"], slot: Int32[Array, ""], row: Int32[Array, " V"]
+) -> Int32[Array, "C V"]:
+    """`history` with one slot's row replaced; the array is donated."""
+    return lax.dynamic_update_slice(history, row[None], (slot, 0))
+
+
+def set_bias(
+    bias: Float32[Array, "C V"], slot: Int32[Array, ""], row: Float32[Array, " V"]
+) -> Float32[Array, "C V"]:
+    """`bias` with one slot's row replaced; the array is donated."""
+    return lax.dynamic_update_slice(bias, row[None], (slot, 0))
+
+
+def history_row(
+    prompt: tuple[int, ...], generated: list[int], vocab_size: int
+) -> Int32[np.ndarray, " V"]:
+    """The history of a request that starts, or starts again after `generated`."""
+    row = np.zeros(vocab_size, np.int32)
+    np.add.at(row, generated, 1)
+    row[list(prompt)] |= PROMPT_FLAG
+    return row
+
+
+def head_jobs(
+    functions: HeadFunctions,
+    state: DeviceState,
+    *,
+    sample_rows: tuple[int, ...],
+    score_rows: tuple[int, ...],
+) -> list[CompileJob]:
+    """Every head executable; `state` may be abstract."""
+    base, vocab = (state.head, state.hidden, state.last_tokens), state.head.shape[0]
+
+    def words(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    jobs: list[CompileJob] = []
+
+    def add(name: str, fn: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...]):
+        jobs.append(CompileJob(name=name, function=fn, arguments=args, donated=donated))
+
+    for rows in sample_rows:
+        add(f"greedy {rows}", functions.greedy, (*base, words(rows, NUM_WORDS)), (2,))
+        mask = words(rows, mask_words(vocab))
+        general = (*base, state.history, state.bias, mask, words(rows, NUM_WORDS))
+        add(f"general {rows}", functions.general, general, (2, 3))
+    for rows in score_rows:
+        add(f"score {rows}", functions.score, (state.head, state.hidden, words(rows, 2)), ())
+    add("set_history", set_history, (state.history, words(), words(vocab)), (0,))
+    row = words(vocab, dtype=np.float32)
+    add("set_bias", set_bias, (state.bias, words(), row), (0,))
+    return jobs
+
+
+def _logprob_of(
+    logits: Float32[Array, "r V"], ids: Int32[Array, " r"]
+) -> Float32[Array, " r"]:
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
+    return lax.bitcast_convert_type(x, jnp.int32)

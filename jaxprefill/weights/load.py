@@ -1,0 +1,65 @@
+"""Checkpoint tensors -> the model's leaves on the device. Names must match exactly."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from jaxprefill.errors import CheckpointError
+from jaxprefill.models.decoder import Fused
+from jaxprefill.models.registry import model_class
+from jaxprefill.models.tree import Leaves, ModelTree
+from jaxprefill.weights.checkpoint import Checkpoint
+
+
+def load_leaves(checkpoint: Checkpoint, tree: ModelTree) -> Leaves:
+    """Every leaf of `tree`, read, fused, cast and placed as its sharding says.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or of the wrong shape; all are named.
+    """
+    sources = model_class(tree.config).sources(tree.config)
+    _check_names(checkpoint, sources)
+    with ThreadPoolExecutor(max_workers=2) as pool:  # reading and dequantising release the GIL
+        return tuple(
+            pool.map(
+                lambda path, shape: _load_leaf(checkpoint, sources[path], path, shape),
+                tree.paths,
+                tree.shapes,
+            )
+        )
+
+
+def _load_leaf(
+    checkpoint: Checkpoint, fused: Fused, path: str, shape: jax.ShapeDtypeStruct
+) -> Shaped[Array, "..."]:
+    parts = [checkpoint.read(name) for name in fused.sources]
+    shapes = {part.shape[1:] if not fused.is_stacked else part.shape for part in parts}
+    rows = len(parts) if fused.is_stacked else sum(len(part) for part in parts)
+    if shapes != {shape.shape[1:]} or rows != shape.shape[0]:
+        found = ", ".join(
+            f"{n} {list(p.shape)}" for n, p in zip(fused.sources, parts, strict=True)
+        )
+        raise CheckpointError(
+            f"{checkpoint.name}: {path} must have shape {list(shape.shape)}, but is made of "
+            f"{found}; the checkpoint does not match its own configuration"
+        )
+    whole = np.stack(parts) if fused.is_stacked else np.concatenate(parts)
+    return jax.device_put(whole.astype(shape.dtype), shape.sharding)
+
+
+def _check_names(checkpoint: Checkpoint, sources: dict[str, Fused]) -> None:
+    wanted = {name for fused in sources.values() for name in fused.sources}
+    missing, unexpected = wanted - checkpoint.names(), checkpoint.names() - wanted
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{checkpoint.name}: tensors do not match the architecture; "
+            f"missing: {_some(missing)}; unexpected: {_some(unexpected)}"
+        )
+
+
+def _some(names: set[str], limit: int = 12) -> str:
+    shown = sorted(names)[:limit]
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(shown) or "none") + rest
