@@ -37,6 +37,7 @@ class BatchRow:
             `offset + i`.
     """
 
+    request_id: str
     slot: int
     token_ids: Sequence[int] | None
     kv_len: int

@@ -29,11 +29,10 @@ class DeviceState:
     history: Int32[Array, "C V"]
     bias: Float32[Array, "C V"]
 
-    def abstract(self) -> "DeviceState":
-        """The same with shapes instead of arrays: what lowering needs."""
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self
-        )
+    def delete(self) -> None:
+        """Frees every array now, rather than when the last reference goes."""
+        for leaf in jax.tree.leaves(self):
+            leaf.delete()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by purpose."""

@@ -63,6 +63,11 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def max_token_characters(self) -> int:
+        """Length of the longest token: what a text of n tokens cannot exceed n times."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
+    @cached_property
     def has_byte_tokens(self) -> bool:
         """Whether unknown characters become runs of byte tokens, as in SentencePiece models."""
         return bool(getattr(self._backend.model, "byte_fallback", False))

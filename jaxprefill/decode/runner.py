@@ -36,3 +36,8 @@ class DecodeRunner:
             f"the largest decode executable has {max(self._executables)} slots, the batch has "
             f"{num_rows} rows; raise max_running_requests"
         )
+
+    def warm(self, state: DeviceState) -> None:
+        """Runs every executable once on an empty batch, uncounted."""
+        for executable in self._executables.values():
+            executable.run(state, Batch(rows=(), is_decode=True))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped
 
@@ -16,8 +15,6 @@ from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.forward import Body, resolve_ids, unpack, write_hidden
 from jaxprefill.prefill.padding import Buffer, pad
-
-Finish = Callable[[dict[str, Compiled]], "PrefillExecutable | LayerwiseExecutable"]
 
 
 class PrefillExecutable:
@@ -58,13 +55,13 @@ class LayerwiseExecutable:
     At the ladder's shapes it is the `layerwise` backend, at coarse shapes the eager fallback.
     """
 
+    PARTS = ("embed", "layer", "finish")
+
     def __init__(self, key: ShapeKey, body: Body, compiled: dict[str, Compiled]) -> None:
-        """`compiled` holds the jobs of `jobs`, by their last name part."""
+        """`compiled` holds the three executables by PARTS."""
         self.key = key
         self._body = body
-        self._embed, self._layer, self._finish = (
-            compiled[part].call for part in ("embed", "layer", "finish")
-        )
+        self._embed, self._layer, self._finish = (compiled[part].call for part in self.PARTS)
         self._layers: list[tuple[Leaves, Array]] = []
 
     def bind(self, state: DeviceState) -> None:
@@ -94,16 +91,16 @@ class LayerwiseExecutable:
         index = jax.ShapeDtypeStruct((), np.int32)
         norms = body.tree.leaf(state.leaves, "norms")
         own = body.tree.layer_leaves(state.leaves, 0)
-        steps: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = {
-            "embed": (_Embed(body), (state.leaves, state.last_tokens, buffer), ()),
-            "layer": (_Layer(body), (own, norms, rows, state.pool, index, rotary, buffer), (2, 3)),
-            "finish": (_Finish(body), (state.leaves, state.hidden, rows), (1,)),
-        }
+        steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]], ...] = (
+            (_Embed(body), (state.leaves, state.last_tokens, buffer), ()),
+            (_Layer(body), (own, norms, rows, state.pool, index, rotary, buffer), (2, 3)),
+            (_Finish(body), (state.leaves, state.hidden, rows), (1,)),
+        )
         return tuple(
             CompileJob(
                 name=f"{name}/{part}", function=fn, arguments=args, donated=donated, cost=tokens
             )
-            for part, (fn, args, donated) in steps.items()
+            for part, (fn, args, donated) in zip(LayerwiseExecutable.PARTS, steps, strict=True)
         )
 
 

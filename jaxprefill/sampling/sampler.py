@@ -125,9 +125,9 @@ def _ordered(x: Float32[Array, "r V"]) -> Int32[Array, "r V"]:
 
 def _largest(holds, num_rows: int) -> Int32[Array, " r"]:  # pyright: ignore
     """The largest int32 per row for which the decreasing predicate `holds` is true."""
-    result = jnp.full((num_rows,), -(2**31), jnp.int32)
-    for bit in range(31, -1, -1):
-        step = jnp.int32(-(2**31)) if bit == 31 else jnp.int32(1 << bit)
-        candidate = result + step  # bit 31 first: from the lowest integer to 0, wrapping
-        result = jnp.where(holds(candidate), candidate, result)
-    return result
+
+    def halve(index: Array, found: Int32[Array, " r"]) -> Int32[Array, " r"]:
+        candidate = found + lax.shift_left(jnp.int32(1), 31 - index)  # the first step wraps to 0
+        return jnp.where(holds(candidate), candidate, found)
+
+    return lax.fori_loop(0, 32, halve, jnp.full((num_rows,), -(2**31), jnp.int32))

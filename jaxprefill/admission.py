@@ -1,0 +1,124 @@
+"""Turns what a caller gives into validated requests. Host only: JAX would clamp a bad id silently."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxprefill.errors import RequestError
+from jaxprefill.request import Request, SamplingParams
+from jaxprefill.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What a request must keep to.
+
+    Attributes:
+        vocab_size: ids the model knows; the tokenizer may know fewer.
+        context_length: most tokens of prompt and output together.
+        max_characters: longest prompt text, checked before the tokenizer sees it.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    context_length: int
+    rng: np.random.Generator
+
+    def requests(
+        self,
+        prompt_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        wants_prompt_logprobs: bool = False,
+    ) -> list[Request]:
+        """The `params.n` requests of one prompt.
+
+        Raises:
+            RequestError: an id is out of range, or the prompt is empty or too long.
+        """
+        ids = self.prompt_ids(prompt)
+        self._check_length(len(ids), params)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", tuple(params.logit_bias or ()))
+        eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_ids
+        seed = int(self.rng.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
+        return [
+            Request(
+                id=f"{prompt_id}-{index}",
+                prompt_ids=ids,
+                params=params,
+                seed=_stream_seed(seed, index),
+                stop_ids=eos | frozenset(params.stop_token_ids),
+                wants_prompt_logprobs=wants_prompt_logprobs,
+                index=index,
+            )
+            for index in range(params.n)
+        ]
+
+    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """A prompt's token ids, validated; text gets the special tokens its tokenizer adds."""
+        if isinstance(prompt, str):
+            self._check_characters(prompt)
+            ids = tuple(self.tokenizer.encode(prompt))
+        else:
+            ids = tuple(_as_id(token) for token in prompt)
+        if not ids:
+            raise RequestError(
+                f"prompt must hold at least one token, got {prompt!r}", param="prompt"
+            )
+        self._check_ids("prompt", ids)
+        return ids
+
+    def _check_characters(self, prompt: str) -> None:
+        """A token covers a bounded number of characters, so absurd texts need no tokenizing."""
+        most = self.context_length * self.tokenizer.max_token_characters
+        if len(prompt) > most:
+            raise RequestError(
+                f"prompt has {len(prompt)} characters, and cannot fit the maximum context length "
+                f"of {self.context_length} tokens; shorten it",
+                param="prompt",
+            )
+
+    def _check_length(self, num_tokens: int, params: SamplingParams) -> None:
+        room = self.context_length - (params.max_tokens > 0)
+        if num_tokens > room:
+            raise RequestError(
+                f"prompt has {num_tokens} tokens, but the maximum context length is "
+                f"{self.context_length} tokens and {'one is' if params.max_tokens else 'none is'} "
+                f"to be generated; shorten the prompt to {room}",
+                param="prompt",
+            )
+
+    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"{param} ids must be 0 to {self.vocab_size - 1}, got {token}", param=param
+                )
+
+
+def _as_id(token: Any) -> int:
+    if isinstance(token, (bool, np.bool_)):
+        raise RequestError(f"prompt ids must be integers, got {token!r}", param="prompt")
+    try:
+        return operator.index(token)
+    except TypeError:
+        raise RequestError(f"prompt ids must be integers, got {token!r}", param="prompt") from None
+
+
+def _stream_seed(seed: int, index: int) -> int:
+    """64 bits for the index-th continuation; index 0 keeps the seed (splitmix64 for the rest)."""
+    mixed = seed & _MASK
+    for _ in range(1 if index else 0):
+        mixed = (mixed + index * 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return mixed

@@ -1,0 +1,20 @@
+"""The one place that knows jax versions apart, and the only one that touches jax's global config."""
+
+from pathlib import Path
+
+import jax
+import platformdirs
+
+
+def use_compilation_cache(folder: str) -> None:
+    """Keeps compiled executables in `folder` ("auto": the user's cache) between processes.
+
+    A folder that the process has already set (by JAX_COMPILATION_CACHE_DIR, say) stays.
+    """
+    if folder == "auto":
+        if jax.config.jax_compilation_cache_dir:
+            return
+        folder = str(Path(platformdirs.user_cache_dir("jaxprefill")) / "xla")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

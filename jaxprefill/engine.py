@@ -1,0 +1,248 @@
+"""The Python API: prompts in, completions and logprobs out, in input order."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from jaxprefill.admission import Admission, Prompt
+from jaxprefill.collector import Collector
+from jaxprefill.config import make_config
+from jaxprefill.errors import JaxPrefillError, RequestError
+from jaxprefill.kernels.device import describe_device, free_memory_bytes
+from jaxprefill.plan import make_plan
+from jaxprefill.prefill.compiler import ExecutableRecord
+from jaxprefill.request import Completion, Request, SamplingParams
+from jaxprefill.startup import start
+from jaxprefill.weights.locate import open_checkpoint
+
+logger = logging.getLogger(__name__)
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Engine:
+    """A model behind a ladder of compiled prefill executables.
+
+    Use it as a context manager, or call `close`. Methods must be called from one thread at a
+    time. After construction nothing compiles any more.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        on_compiled: Callable[[ExecutableRecord, int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """Loads and compiles; `options` are the fields of `EngineConfig`.
+
+        Args:
+            model: see `EngineConfig.model`.
+            on_compiled: called after each executable with its record and the number of all.
+            options: fields of `EngineConfig`.
+
+        Raises:
+            ConfigError: an option is unknown, out of range, or does not fit model or device.
+            CheckpointError: the model cannot be had.
+            CompileError: an executable could not be compiled.
+        """
+        config = make_config(model=model, **options)
+        checkpoint = open_checkpoint(config.model)
+        self.plan = make_plan(config, checkpoint.config, describe_device())
+        self._started = start(checkpoint, self.plan, on_compiled=on_compiled or _log_compiled)
+        self.tokenizer = checkpoint.tokenizer
+        self._core = self._started.core
+        self._admission = Admission(
+            tokenizer=self.tokenizer,
+            vocab_size=self.plan.model.vocab_size,
+            context_length=self.plan.context_length,
+            rng=np.random.default_rng(config.seed),
+        )
+        self._num_prompts = 0
+        self._is_closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Continues each prompt; `n` continuations of a prompt stand together.
+
+        Args:
+            prompts: texts or lists of token ids; a single one is taken as a list of one.
+            params: for all prompts, or one for each.
+
+        Raises:
+            RequestError: a prompt or parameter is invalid; nothing was run.
+        """
+        many = _as_prompts(prompts)
+        each = _as_params(params, len(many))
+        return self._run(
+            [request for prompt, one in zip(many, each, strict=True)
+             for request in self._admission.requests(self._next_id(), prompt, one)]
+        )
+
+    def logprobs(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
+        """The raw logprob of every prompt token given those before it; the first is None.
+
+        Raises:
+            RequestError: a prompt is invalid; nothing was run.
+        """
+        params = SamplingParams(max_tokens=0)
+        requests = [
+            request
+            for prompt in _as_prompts(prompts)
+            for request in self._admission.requests(
+                self._next_id(), prompt, params, wants_prompt_logprobs=True
+            )
+        ]
+        return [_checked_logprobs(completion) for completion in self._run(requests)]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | None = None,
+        **template_options: Any,
+    ) -> list[Completion]:
+        """Answers one conversation, or several, through the model's chat template.
+
+        Raises:
+            RequestError: messages are malformed, or the template refuses them.
+        """
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
+        prompts = [
+            self.tokenizer.encode_chat(conversation, **template_options)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, params)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and the memory table, ready for JSON.
+
+        Keys: passes (by path), executables (passes by executable), fallbacks (by reason),
+        real_tokens, padding_tokens, preemptions, corrupted_requests,
+        compilations_after_ready, kv_pages, memory (bytes), startup_s, compiled (records).
+        """
+        core, counters = self._core, self._core.counters
+        records = self._started.records
+        memory = core.state.nbytes() | {
+            "executable_temp_max": max(record.temp_bytes for record in records),
+            "executable_code": sum(record.code_bytes for record in records),
+            "free": free_memory_bytes(),
+        }
+        return {
+            "passes": dict(counters.passes),
+            "executables": dict(counters.executables),
+            "fallbacks": {str(reason): n for reason, n in counters.fallbacks.items()},
+            "real_tokens": counters.real_tokens,
+            "padding_tokens": counters.padding_tokens,
+            "preemptions": counters.preemptions,
+            "corrupted_requests": counters.corrupted_requests,
+            "compilations_after_ready": core.compilations.count,
+            "kv_pages": {"total": core.pages.num_pages, "free": core.pages.num_free},
+            "memory": memory,
+            "startup_s": self._started.seconds,
+            "compiled": [record.as_dict() for record in records],
+        }
+
+    def close(self) -> None:
+        """Frees the device's arrays; the engine cannot be used afterwards."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._core.state.delete()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _next_id(self) -> str:
+        self._num_prompts += 1
+        return f"prompt-{self._num_prompts}"
+
+    def _run(self, requests: list[Request]) -> list[Completion]:
+        """Runs requests to their end; whatever happens, none is left behind."""
+        if self._is_closed:
+            raise JaxPrefillError("the engine is closed; make a new one")
+        collectors = {request.id: Collector(request, self.tokenizer) for request in requests}
+        try:
+            for request in requests:
+                self._core.add(request)
+            while not all(collector.is_finished for collector in collectors.values()):
+                self._step(collectors)
+        finally:
+            for request in requests:
+                self._core.abort(request.id)
+            while self._core.has_work:
+                self._core.step()
+        return [collectors[request.id].completion() for request in requests]
+
+    def _step(self, collectors: dict[str, Collector]) -> None:
+        for update in self._core.step():
+            collector = collectors.get(update.request.id)
+            if collector is None or collector.is_finished:
+                continue
+            collector.add_prompt_logprobs(update.prompt_logprobs)
+            for token in update.tokens:
+                collector.add_token(*token)
+            if update.finish_reason is not None:
+                collector.finish(update.finish_reason)
+            elif collector.is_finished:  # a stop string, which only the text shows
+                self._core.abort(update.request.id)
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """A list of prompts from one text, one list of ids, or several of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (Sequence, np.ndarray)):
+        raise RequestError(
+            f"prompts must be texts or lists of token ids, got {prompts!r}", param="prompt"
+        )
+    items: list[Any] = list(prompts)
+    if items and all(np.isscalar(item) and not isinstance(item, str) for item in items):
+        return [items]
+    for item in items:
+        if not isinstance(item, (str, Sequence, np.ndarray)):
+            raise RequestError(
+                f"a prompt must be a text or a list of token ids, got {item!r}", param="prompt"
+            )
+    return items
+
+
+def _as_params(params: Any, count: int) -> list[SamplingParams]:
+    many: list[Any] = list(params) if isinstance(params, (list, tuple)) else [
+        params or SamplingParams()
+    ] * count
+    if len(many) != count or not all(isinstance(one, SamplingParams) for one in many):
+        raise RequestError(
+            f"params must be a SamplingParams or {count} of them, got {params!r}", param="params"
+        )
+    return many
+
+
+def _checked_logprobs(completion: Completion) -> list[float | None]:
+    if completion.finish_reason == "error":
+        raise JaxPrefillError(
+            "the model gave logprobs that are not numbers; its weights or dtype are at fault"
+        )
+    return completion.prompt_logprobs or []
+
+
+def _log_compiled(record: ExecutableRecord, total: int) -> None:
+    logger.info(
+        "compiled %s in %.1f s (temp %d bytes), one of %d",
+        record.name,
+        record.compile_s,
+        record.temp_bytes,
+        total,
+    )

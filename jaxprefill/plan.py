@@ -1,0 +1,183 @@
+"""Resolves options, model and device into what will be built. Makes no array, compiles nothing.
+
+`EnginePlan` lists every executable that will exist, so that it can be read before start-up.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxprefill.cache.kv_cache import token_bytes
+from jaxprefill.config import EngineConfig, ModelConfig
+from jaxprefill.errors import ConfigError
+from jaxprefill.kernels.attention import AttentionBackend, select_backend
+from jaxprefill.kernels.device import DeviceInfo
+from jaxprefill.prefill.buckets import (
+    CPU_BUCKETS,
+    GPU_BUCKETS,
+    BucketLadder,
+    ShapeKey,
+    coarse_buckets,
+    cut_ladder,
+    slot_buckets,
+    upstream_buckets,
+)
+from jaxprefill.prefill.padding import BufferLayout
+from jaxprefill.scheduler import SchedulerLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """Every size that start-up needs; nothing is left to choose.
+
+    Attributes:
+        ladder: the prefill executables.
+        decode_slots: slot counts of the decode executables.
+        eager_ladder: coarse shapes of the eager fallback, at the full context.
+        sample_rows, score_rows: row counts of the heads.
+        num_pages: pages of the KV pool.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    device: DeviceInfo
+    dtype: jnp.dtype
+    backend: AttentionBackend
+    context_length: int
+    chunked_prefill_size: int
+    max_running: int
+    num_pages: int
+    ladder: BucketLadder
+    decode_slots: tuple[int, ...]
+    eager_ladder: BucketLadder
+    sample_rows: tuple[int, ...]
+    score_rows: tuple[int, ...]
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """What the scheduler must keep to."""
+        return SchedulerLimits(
+            max_batch_tokens=self.chunked_prefill_size,
+            max_batch_requests=self.ladder.num_slots,
+            max_running=self.max_running,
+            prefill_context=self.ladder.max_contexts[-1],
+            context_length=self.context_length,
+        )
+
+    def decode_key(self, num_slots: int) -> ShapeKey:
+        """The shape of a decode executable: one token a slot."""
+        return ShapeKey(num_slots, num_slots, self.context_length)
+
+    def layout(self, key: ShapeKey, *, is_decode: bool = False) -> BufferLayout:
+        """The buffer of one shape, tiled as the attention backend likes it."""
+        page_size = self.config.page_size
+        tiles = self.backend.tile_shape(*key, page_size=page_size, is_decode=is_decode)
+        return BufferLayout(key, tiles, page_size)
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> EnginePlan:
+    """Chooses whatever the options leave open.
+
+    Raises:
+        ConfigError: options contradict the model or each other.
+        KernelUnsupported: no attention backend fits.
+    """
+    is_cpu = device.platform == "cpu"
+    dtype = _resolve_dtype(config, device)
+    backend = select_backend(
+        config.attention_backend,
+        platform=device.platform,
+        dtype=dtype.name,
+        page_size=config.page_size,
+    )
+    context = _resolve_context(config, model)
+    buckets = _resolve_buckets(config, context, is_cpu=is_cpu)
+    max_running = config.max_running_requests or (16 if is_cpu else 64)
+    slots = min(config.full_prefill_max_req or max_running, max_running)
+    # On a CPU two rows cost what one does, and one row of bfloat16 would convert every weight.
+    smallest, factor = (2, 8) if is_cpu else (1, 4)
+    return EnginePlan(
+        config=config,
+        model=model,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        context_length=context,
+        chunked_prefill_size=buckets[-1],
+        max_running=max_running,
+        num_pages=_resolve_pages(config, model, device, dtype),
+        ladder=BucketLadder(buckets, slots, _resolve_max_contexts(config, context)),
+        decode_slots=slot_buckets(max_running, smallest=smallest, factor=factor),
+        eager_ladder=BucketLadder(coarse_buckets(buckets[-1]), max_running, (context,)),
+        sample_rows=slot_buckets(max_running, smallest=smallest, factor=factor),
+        score_rows=(16, 128) if is_cpu else (16, 256),
+    )
+
+
+def _resolve_dtype(config: EngineConfig, device: DeviceInfo) -> jnp.dtype:
+    auto = "bfloat16" if device.has_bf16_matmul else "float32"
+    return jnp.dtype(auto if config.dtype == "auto" else config.dtype)
+
+
+def _resolve_context(config: EngineConfig, model: ModelConfig) -> int:
+    context = config.context_length or model.context_length
+    if context > model.context_length:
+        raise ConfigError(
+            f"context_length must be at most the model's {model.context_length}, got {context}"
+        )
+    return context
+
+
+def _resolve_buckets(config: EngineConfig, context: int, *, is_cpu: bool) -> tuple[int, ...]:
+    """The ladder, cut at chunked_prefill_size, which becomes its last bucket."""
+    size, named = config.chunked_prefill_size, config.prefill_buckets
+    default_size = 1024 if is_cpu else 8192
+    if isinstance(named, tuple):
+        return cut_ladder(named, size or max(named))
+    size = size or min(default_size, 1 << (context - 1).bit_length())
+    if named == "default":
+        return cut_ladder(CPU_BUCKETS if is_cpu else GPU_BUCKETS, size)
+    if named == "upstream":
+        return cut_ladder(upstream_buckets(size), size)
+    raise ConfigError(
+        f"prefill_buckets must be default, upstream or token counts such as 16,64,256, "
+        f"got {named!r}"
+    )
+
+
+def _resolve_max_contexts(config: EngineConfig, context: int) -> tuple[int, ...]:
+    """Each value rounded up to a page (SGLang PR 36534); none means the whole context."""
+    page = config.page_size
+    rounded = tuple(-(-value // page) * page for value in config.prefill_max_context)
+    for value in rounded:
+        if value > context:
+            raise ConfigError(
+                f"prefill_max_context must be at most the context length {context}, "
+                f"got {value} (rounded up to pages of {page})"
+            )
+    return rounded or (context,)
+
+
+def _resolve_pages(
+    config: EngineConfig, model: ModelConfig, device: DeviceInfo, dtype: jnp.dtype
+) -> int:
+    """Pages of the pool: as asked, 16384 tokens on CPU, or a share of the device's memory."""
+    tokens = config.kv_cache_tokens or 16384
+    if config.kv_cache_tokens is None and device.memory_bytes is not None:
+        weights = _num_weights(model) * dtype.itemsize
+        budget = device.memory_bytes * config.memory_fraction - weights
+        tokens = math.floor(budget / token_bytes(model, dtype))
+    if tokens < config.page_size:
+        raise ConfigError(
+            f"kv_cache_tokens must hold at least one page of {config.page_size} tokens, "
+            f"got {tokens}; raise kv_cache_tokens or memory_fraction"
+        )
+    return tokens // config.page_size
+
+
+def _num_weights(model: ModelConfig) -> int:
+    heads = (2 * model.num_q_heads + 2 * model.num_kv_heads) * model.head_dim
+    layer = model.hidden_size * (heads + 3 * model.mlp_size)
+    tables = 1 if model.is_embedding_tied else 2
+    return layer * model.num_layers + tables * model.vocab_size * model.hidden_size

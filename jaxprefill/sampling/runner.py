@@ -1,0 +1,173 @@
+"""Calls the head executables and reads their results back; one small array a call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from jaxprefill.device_state import DeviceState
+from jaxprefill.prefill.compiler import Compiled
+from jaxprefill.request import Request
+from jaxprefill.sampling.head import history_row
+from jaxprefill.sampling.pack import (
+    RowToSample,
+    ban,
+    full_mask,
+    is_plain,
+    needs_mask,
+    pack_rows,
+)
+
+
+class SampledToken(NamedTuple):
+    """A token, its raw logprob, and the most likely ids with theirs (empty when not computed)."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
+class RowToScore(NamedTuple):
+    """A hidden row and the id whose logprob is wanted there."""
+
+    row: int
+    target: int
+
+
+class HeadRunner:
+    """Owns the head executables; picks the smallest row count that holds the rows."""
+
+    def __init__(
+        self,
+        compiled: Mapping[str, Compiled],
+        *,
+        sample_rows: Sequence[int],
+        score_rows: Sequence[int],
+        num_valid: int,
+        put: Callable[..., Array],
+    ) -> None:
+        """`compiled` holds the jobs of `head.head_jobs`; `put` places host data on the device."""
+        self._call = {name: entry.call for name, entry in compiled.items()}
+        self._sample_rows = sorted(sample_rows)
+        self._score_rows = sorted(score_rows)
+        self._num_valid = num_valid
+        self._put = put
+        self._masks: dict[int, Array] = {}
+
+    def prepare(self, state: DeviceState) -> None:
+        """Puts the default token masks on the device, once."""
+        for rows in self._sample_rows:
+            self._masks[rows] = self._put(self._full_mask(state, rows))
+
+    def warm(self, state: DeviceState) -> None:
+        """Runs every head once, on rows that write nowhere."""
+        for size in self._sample_rows:
+            for is_greedy in (True, False):
+                self._sample(state, (), size, is_greedy=is_greedy)
+        for size in self._score_rows:
+            self.score(state, [RowToScore(0, 0)] * size)
+
+    def start_slot(
+        self, state: DeviceState, slot: int, request: Request, generated: list[int]
+    ) -> None:
+        """Fills the slot's history and bias where the request needs them."""
+        vocab = state.head.shape[0]
+        index = np.int32(slot)
+        if request.params.has_penalties:
+            row = history_row(request.prompt_ids, generated, vocab)
+            state.history = self._call["set_history"](state.history, index, row)
+        if request.params.logit_bias:
+            bias = np.zeros(vocab, np.float32)
+            for token, value in request.params.logit_bias.items():
+                bias[token] = value
+            state.bias = self._call["set_bias"](state.bias, index, bias)
+
+    def sample(self, state: DeviceState, rows: Sequence[RowToSample]) -> "PendingTokens":
+        """Dispatches the choice of each row's next token; the device keeps it too."""
+        size = next(size for size in self._sample_rows if size >= len(rows))
+        is_greedy = all(is_plain(row.spec) for row in rows)
+        return self._sample(state, rows, size, is_greedy=is_greedy)
+
+    def _sample(
+        self, state: DeviceState, rows: Sequence[RowToSample], size: int, *, is_greedy: bool
+    ) -> "PendingTokens":
+        buffer = pack_rows(rows, size, no_slot=len(state.last_tokens))
+        base = (state.head, state.hidden, state.last_tokens)
+        if is_greedy:
+            state.last_tokens, out = self._call[f"greedy {size}"](*base, buffer)
+        else:
+            mask = self._mask(state, rows, size)
+            state.last_tokens, state.history, out = self._call[f"general {size}"](
+                *base, state.history, state.bias, mask, buffer
+            )
+        out.copy_to_host_async()
+        return PendingTokens(out, len(rows))
+
+    def score(self, state: DeviceState, rows: Sequence[RowToScore]) -> "PendingScores":
+        """Dispatches the logprobs of rows' targets, in blocks of rows."""
+        blocks: list[Array] = []
+        largest = self._score_rows[-1]
+        for start in range(0, len(rows), largest):
+            part = rows[start : start + largest]
+            size = next(size for size in self._score_rows if size >= len(part))
+            buffer = np.zeros((size, 2), np.int32)
+            buffer[: len(part)] = part
+            block = self._call[f"score {size}"](state.head, state.hidden, buffer)
+            block.copy_to_host_async()
+            blocks.append(block)
+        return PendingScores(blocks, len(rows), largest)
+
+    def _mask(
+        self, state: DeviceState, rows: Sequence[RowToSample], size: int
+    ) -> Array | Int32[np.ndarray, "rows words"]:
+        if not any(needs_mask(row.spec) for row in rows):
+            return self._masks[size]
+        mask = self._full_mask(state, size)
+        for line, row in enumerate(rows):
+            if needs_mask(row.spec):
+                ban(mask, line, sorted(row.spec.stop_ids))
+        return mask
+
+    def _full_mask(self, state: DeviceState, rows: int) -> Int32[np.ndarray, "rows words"]:
+        return full_mask(rows, num_valid=self._num_valid, vocab_size=state.head.shape[0])
+
+
+class PendingTokens(NamedTuple):
+    """Tokens on their way to the host."""
+
+    out: Array
+    num_rows: int
+
+    def read(self) -> list[SampledToken]:
+        """Waits for the device."""
+        words = np.asarray(self.out)[: self.num_rows]
+        num_top = (words.shape[1] - 2) // 2
+        floats = words.view(np.float32)
+        return [
+            SampledToken(
+                int(line[0]),
+                float(values[1]),
+                dict(
+                    zip(
+                        line[2 : 2 + num_top].tolist(), values[2 + num_top :].tolist(), strict=True
+                    )
+                ),
+            )
+            for line, values in zip(words, floats, strict=True)
+        ]
+
+
+class PendingScores(NamedTuple):
+    """Logprobs on their way to the host."""
+
+    blocks: list[Array]
+    num_rows: int
+    block_rows: int
+
+    def read(self) -> Float32[np.ndarray, " rows"]:
+        """Waits for the device."""
+        parts = [np.asarray(block) for block in self.blocks]
+        whole = [part[: self.block_rows] for part in parts[:-1]]
+        tail = self.num_rows - self.block_rows * len(whole)
+        return np.concatenate([*whole, parts[-1][:tail]]) if parts else np.zeros(0, np.float32)
