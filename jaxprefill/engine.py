@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -154,7 +154,7 @@ class Engine:
             self._is_closed = True
             self._core.state.delete()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Engine":
         return self
 
     def __exit__(

@@ -1,6 +1,6 @@
 """What prefill asks of an architecture; knows none of them."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int32, Shaped
 
@@ -23,6 +23,7 @@ class Fused(NamedTuple):
     is_stacked: bool = False
 
 
+@runtime_checkable
 class DecoderLayer(Protocol):
     """One transformer layer."""
 
@@ -39,6 +40,7 @@ class DecoderLayer(Protocol):
         ...
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """A decoder-only transformer whose layers can be run one by one.
 

@@ -17,7 +17,8 @@ from jaxprefill.models.decoder import Decoder, DecoderLayer
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import named_sharding
 
-Leaves = tuple[Array, ...]
+Leaf = Array | jax.ShapeDtypeStruct  # an abstract leaf is enough to lower with
+Leaves = tuple[Leaf, ...]
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class ModelTree:
         """A layer over the arrays of `layer_leaves`; all layers share one structure."""
         return nnx.merge(self.layer_graph, jax.tree.unflatten(self.layer_structure, leaves))
 
-    def leaf(self, leaves: Leaves, path: str) -> Array:
+    def leaf(self, leaves: Leaves, path: str) -> Leaf:
         """The array of one parameter."""
         return leaves[self.paths.index(path)]
 
-    def head(self, leaves: Leaves) -> Array:
+    def head(self, leaves: Leaves) -> Leaf:
         """The LM head [V, E]: its own, or the embedding where they are tied."""
         return self.leaf(leaves, "embedding" if self.config.is_embedding_tied else "head")
 

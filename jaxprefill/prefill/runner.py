@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxprefill.batch import Batch
 from jaxprefill.counters import EngineCounters
@@ -14,6 +14,7 @@ from jaxprefill.prefill.policy import Fallback, PrefillPolicy, decide
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Executable(Protocol):
     """A forward pass of one shape."""
 

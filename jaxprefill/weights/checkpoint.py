@@ -1,6 +1,6 @@
 """What every checkpoint format offers: a config, a tokenizer and named float32 tensors."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from jaxprefill.config import ModelConfig
 from jaxprefill.tokenizer import Tokenizer
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """A readable model, whatever its file format.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int32, Shaped
@@ -65,6 +65,7 @@ class Capabilities:
         return None
 
 
+@runtime_checkable
 class ChooseTiles(Protocol):
     """The tiling of one compiled shape: a backend's choice."""
 

