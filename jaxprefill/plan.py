@@ -65,6 +65,11 @@ class EnginePlan:
             context_length=self.context_length,
         )
 
+    @property
+    def hidden_rows(self) -> int:
+        """Rows of the shared hidden buffer: the largest shape of any path."""
+        return max(self.ladder.buckets[-1], self.eager_ladder.buckets[-1], self.max_running)
+
     def decode_key(self, num_slots: int) -> ShapeKey:
         """The shape of a decode executable: one token a slot."""
         return ShapeKey(num_slots, num_slots, self.context_length)

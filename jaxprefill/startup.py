@@ -243,7 +243,7 @@ class _Builder:
             leaves=self.tree.shapes,
             head=self.tree.head(self.tree.shapes),
             pool=pool_shape(plan.model, plan.num_pages, page_size, dtype=dtype, mesh=self.mesh),
-            hidden=shape(plan.chunked_prefill_size, plan.model.hidden_size, dtype=dtype),
+            hidden=shape(plan.hidden_rows, plan.model.hidden_size, dtype=dtype),
             last_tokens=shape(rows),
             history=shape(rows, vocab),
             bias=shape(rows, vocab, dtype=np.float32),

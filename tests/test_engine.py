@@ -1,10 +1,14 @@
 """The engine against the float64 oracle: whole, chunked, batched, mixed, padded."""
 
+import json
+
 import numpy as np
 import pytest
 
 from jaxprefill import SamplingParams
-from tests.reference import greedy, prompt_logprobs
+from jaxprefill.errors import JaxPrefillError, RequestError
+from tests.reference import greedy, prompt_logprobs, reference_logits
+from tests.tiny import TinyCheckpoint, tiny_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
 
@@ -35,3 +39,193 @@ def test_a_short_batch_after_a_long_one_sees_nothing_stale(engine, checkpoint):
     np.testing.assert_allclose(
         engine.logprobs([ids])[0][1:], prompt_logprobs(checkpoint, ids), atol=1e-4
     )
+
+
+def test_a_prompt_scores_the_same_alone_and_in_any_company(engine):
+    prompts = [random_prompt(n, seed=n) for n in (1, 5, 8, 9, 33, 64, 3, 20)]
+    alone = [engine.logprobs([ids])[0] for ids in prompts]
+    for order in ([0, 1, 2, 3, 4, 5, 6, 7], [7, 5, 3, 1, 6, 4, 2, 0], [4, 4, 4, 0]):
+        together = engine.logprobs([prompts[i] for i in order])
+        for i, found in zip(order, together, strict=True):
+            np.testing.assert_allclose(found[1:], alone[i][1:], atol=1e-4)
+
+
+def test_scores_are_right_beside_running_streams(engine, checkpoint):
+    """Mixed batches: two prompts generate while others are scored."""
+    ids, long = random_prompt(4), random_prompt(90)
+    params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)] * 2
+    params += [SamplingParams(temperature=0, max_tokens=1, logprobs=0)] * 2
+    before = engine.stats()["passes"]
+    found = engine.generate([ids, ids, long, long], params)
+    assert engine.stats()["passes"]["full"] > before.get("full", 0)
+    assert found[0].token_ids == found[1].token_ids == greedy(checkpoint, ids, 40)
+    assert found[2].token_ids == found[3].token_ids == greedy(checkpoint, long, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_fewer_tokens_are_a_prefix_of_more(engine, count):
+    ids = random_prompt(11)
+    long = engine.generate([ids], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    short = engine.generate([ids], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    assert short[0].token_ids == long[0].token_ids[:count]
+
+
+def test_the_next_step_is_dispatched_before_the_last_ones_tokens_are_read(engine, monkeypatch):
+    core, events = engine._core, []
+    dispatch, read = type(core)._dispatch, type(core)._read
+    monkeypatch.setattr(type(core), "_dispatch",
+                        lambda self, batch: events.append("dispatch") or dispatch(self, batch))
+    monkeypatch.setattr(type(core), "_read",
+                        lambda self, step: events.append("read") or read(self, step))
+    engine.generate([random_prompt(5)], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert events[:5] == ["dispatch", "dispatch", "read", "dispatch", "read"]
+
+
+def test_sampling_repeats_with_its_seed_alone_or_in_a_batch(engine):
+    ids = random_prompt(6)
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=8, ignore_eos=True)
+    alone = engine.generate([ids], params)[0].token_ids
+    batch = engine.generate([random_prompt(20), ids, ids], params)
+    assert batch[1].token_ids == batch[2].token_ids == alone
+    other = SamplingParams(temperature=1.0, seed=12, max_tokens=8, ignore_eos=True)
+    assert engine.generate([ids], other)[0].token_ids != alone
+
+
+def test_n_continuations_are_prompt_major_and_repeatable(engine):
+    params = SamplingParams(temperature=1.5, seed=1, n=3, max_tokens=6, ignore_eos=True)
+    first = engine.generate([random_prompt(4), random_prompt(9)], params)
+    assert [c.index for c in first] == [0, 1, 2, 0, 1, 2]
+    assert [c.prompt_tokens for c in first] == [4] * 3 + [9] * 3
+    assert len({tuple(c.token_ids) for c in first[:3]}) == 3
+    again = engine.generate([random_prompt(4), random_prompt(9)], params)
+    assert [c.token_ids for c in again] == [c.token_ids for c in first]
+
+
+def test_logit_bias_and_stop_ids_do_what_they_say(engine):
+    forced = SamplingParams(temperature=0, logit_bias={97: 100.0}, max_tokens=3)
+    found = engine.generate([random_prompt(4)], forced)[0]
+    assert found.token_ids == [97] * 3 and found.finish_reason == "length"
+    stopping = SamplingParams(temperature=0, logit_bias={97: 100.0}, stop_token_ids=[97])
+    found = engine.generate([random_prompt(4)], stopping)[0]
+    assert found.token_ids == [97] and found.finish_reason == "stop" and found.stop_reason == 97
+    assert found.text == ""
+    late = SamplingParams(temperature=0, logit_bias={97: 100.0}, stop_token_ids=[97], min_tokens=2)
+    found = engine.generate([random_prompt(4)], late)[0]
+    assert len(found.token_ids) == 3 and 97 not in found.token_ids[:2]
+    # The bias belonged to those requests alone.
+    plain = engine.generate([random_prompt(4)], SamplingParams(temperature=0, max_tokens=2))[0]
+    assert plain.token_ids != [97, 97]
+
+
+def test_penalties_see_prompt_and_output(engine, checkpoint):
+    ids = random_prompt(12)
+    params = SamplingParams(temperature=0, max_tokens=8, frequency_penalty=2.0,
+                            presence_penalty=2.0, repetition_penalty=1.5, ignore_eos=True)
+    found = engine.generate([ids], params)[0].token_ids
+    seen = list(ids)
+    for position, token in enumerate(found):
+        logits = reference_logits(checkpoint, seen)[-1][: checkpoint.tokenizer.vocab_size].copy()
+        repeated = sorted(set(seen))
+        values = logits[repeated]
+        logits[repeated] = np.where(values > 0, values / 1.5, values * 1.5)
+        counts = np.bincount(found[:position], minlength=len(logits))
+        logits -= 2.0 * counts + 2.0 * (counts > 0)
+        assert token == int(np.argmax(logits))
+        seen.append(token)
+
+
+def test_stop_strings_end_the_request_and_free_its_pages(engine):
+    ids = random_prompt(7)
+    full = engine.generate([ids], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0]
+    stop = full.text[3:5]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=stop)
+    found = engine.generate([ids], params)[0]
+    assert found.text == full.text[: full.text.find(stop)] and found.finish_reason == "stop"
+    assert found.stop_reason == stop and len(found.token_ids) <= len(full.token_ids)
+    pages = engine.stats()["kv_pages"]
+    assert pages["free"] == pages["total"]
+
+
+def test_more_requests_than_slots_and_pages_all_finish(engine, checkpoint):
+    prompts = [random_prompt(n % 37 + 1, seed=n) for n in range(30)]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    found = engine.generate(prompts, params)
+    for i in (0, 11, 29):
+        assert found[i].token_ids[:20] == greedy(checkpoint, prompts[i], 20)
+    assert all(len(c.token_ids) == 100 for c in found)
+    pages = engine.stats()["kv_pages"]
+    assert pages["free"] == pages["total"]
+
+
+def test_a_bad_request_runs_nothing_and_the_engine_goes_on(engine):
+    before = engine.stats()["passes"]
+    for bad in ([[1], []], [[1, 999]], "", [["a"]], [[1] * 161], 5, [5.5]):
+        with pytest.raises(RequestError):
+            engine.generate(bad)
+    with pytest.raises(RequestError, match="params"):
+        engine.generate([[1], [2]], [SamplingParams()])
+    assert engine.stats()["passes"] == before
+    assert len(engine.generate("hi", SamplingParams(max_tokens=2))) == 1
+
+
+def test_nothing_to_do_is_an_empty_list(engine):
+    assert engine.generate([]) == [] and engine.logprobs([]) == []
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once(checkpoint):
+    with tiny_engine(checkpoint, kv_cache_tokens=64) as small:
+        with pytest.raises(RequestError, match="KV pool of 64 tokens"):
+            small.generate([random_prompt(60)], SamplingParams(max_tokens=20))
+        prompts = [random_prompt(20, seed=i) for i in range(4)]
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        found = small.generate(prompts, params)
+        assert small.stats()["preemptions"] > 0
+        for ids, one in zip(prompts, found, strict=True):
+            assert one.token_ids == greedy(checkpoint, ids, 30)
+
+
+def test_preempted_penalties_and_seeds_continue_where_they_were(checkpoint):
+    prompts = [random_prompt(20, seed=i) for i in range(4)]
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, frequency_penalty=1.0,
+                            repetition_penalty=1.2, logit_bias={65: 1.5}, logprobs=2)
+    with tiny_engine(checkpoint, kv_cache_tokens=64) as small, tiny_engine(checkpoint) as large:
+        tight, roomy = small.generate(prompts, params), large.generate(prompts, params)
+        assert small.stats()["preemptions"] > 0 and large.stats()["preemptions"] == 0
+    assert [c.token_ids for c in tight] == [c.token_ids for c in roomy]
+
+
+def test_nan_weights_end_the_request_and_not_the_engine():
+    broken = TinyCheckpoint()
+    broken.tensors["model.norm.weight"][0] = np.nan
+    with tiny_engine(broken) as made:
+        found = made.generate([random_prompt(4)] * 2, SamplingParams(max_tokens=3))
+        assert [c.finish_reason for c in found] == ["error", "error"]
+        with pytest.raises(JaxPrefillError, match="not numbers"):
+            made.logprobs([random_prompt(4)])
+        assert made.stats()["corrupted_requests"] == 3
+        assert made.stats()["kv_pages"]["free"] == made.stats()["kv_pages"]["total"]
+
+
+def test_chat_renders_the_template_once(engine):
+    messages = [{"role": "user", "content": "hi"}]
+    one = engine.chat(messages, SamplingParams(temperature=0, max_tokens=3))
+    text = "<user>hi<a>"
+    assert one == engine.generate([text], SamplingParams(temperature=0, max_tokens=3))
+    assert len(engine.chat([messages, messages], SamplingParams(max_tokens=1))) == 2
+    with pytest.raises(RequestError, match="messages"):
+        engine.chat([])
+
+
+def test_a_closed_engine_says_so(checkpoint):
+    with tiny_engine(checkpoint) as made:
+        pass
+    with pytest.raises(JaxPrefillError, match="closed"):
+        made.generate("hi")
+    made.close()
+
+
+def test_stats_are_ready_for_json(engine):
+    engine.generate("hi", SamplingParams(max_tokens=2))
+    stats = json.loads(json.dumps(engine.stats()))
+    assert stats["memory"]["weights"] > 0 and stats["memory"]["kv_pool"] > 0
+    assert {record["name"] for record in stats["compiled"]} >= {"greedy 2", "prefill 8x4x160"}

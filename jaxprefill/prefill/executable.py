@@ -138,5 +138,4 @@ class _Finish(_Step):
     def __call__(
         self, leaves: Leaves, hidden: Shaped[Array, "tokens E"], rows: Float[Array, "T E"]
     ) -> Shaped[Array, "tokens E"]:
-        normed = self.body.tree.bind(leaves).final_norm(rows)
-        return write_hidden(hidden, normed[: len(hidden)])
+        return write_hidden(hidden, self.body.tree.bind(leaves).final_norm(rows))

@@ -29,8 +29,8 @@ class Fallback:
     """Run eagerly. `limit` is what the ladder allows, `value` what the batch needs."""
 
     reason: FallbackReason
-    value: float | None = None
-    limit: float | None = None
+    value: int | float | None = None
+    limit: int | float | None = None
 
     def __str__(self) -> str:
         return f"{self.reason} (batch {self.value}, limit {self.limit})"

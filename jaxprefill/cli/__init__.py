@@ -1,0 +1,1 @@
+"""The command line: one subcommand a file, `main.py` to choose among them."""

@@ -1,0 +1,84 @@
+"""The entry point: chooses a subcommand, and turns errors into messages and exit statuses.
+
+Imports no jax, so that --help and --version are quick.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxprefill import __version__
+from jaxprefill.cli import generate, logprobs, models
+from jaxprefill.cli.command import Command
+from jaxprefill.cli.streams import discard_stdout, logging_to_stderr, note, prepare_streams
+from jaxprefill.errors import ConfigError, JaxPrefillError, RequestError
+
+COMMANDS: tuple[Command, ...] = (generate.COMMAND, logprobs.COMMAND, models.COMMAND)
+
+FAILURE = 1
+USAGE_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status.
+
+    Args:
+        argv: arguments without the program's name; by default those of the process.
+    """
+    prepare_streams()
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+        return status
+    except (ConfigError, RequestError) as error:
+        return _fail(error, USAGE_ERROR)
+    except JaxPrefillError as error:
+        return _fail(error, FAILURE)
+    except KeyboardInterrupt:
+        note("jaxprefill: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        discard_stdout()
+        return BROKEN_PIPE
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; `command` in its result is the `Command`."""
+    parser = argparse.ArgumentParser(
+        prog="jaxprefill",
+        description="LLM prefill on JAX/XLA from ahead-of-time compiled executables.",
+        epilog="`jaxprefill COMMAND --help` lists the options of a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"jaxprefill {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.name,
+            usage=f"%(prog)s {command.usage}",
+            help=command.summary,
+            description=command.summary,
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_flags(subparser)
+        subparser.set_defaults(command=command)
+    return parser
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = make_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed help, version or a usage error
+        return stop.code if isinstance(stop.code, int) else 0
+    command: Command = args.command
+    with logging_to_stderr(is_verbose=args.verbose):
+        return command.run(args)
+
+
+def _fail(error: JaxPrefillError, status: int) -> int:
+    note(f"jaxprefill: error: {error}")
+    return status

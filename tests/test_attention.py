@@ -1,0 +1,241 @@
+"""Every attention backend against the dense reference, on every named case."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxprefill.errors import ConfigError, KernelUnsupported
+from jaxprefill.kernels.attention import plan_tiles, select_backend
+from jaxprefill.kernels.attention.api import NO_ROW
+from jaxprefill.kernels.attention.cases import CASES, AttentionCase, make_inputs
+from jaxprefill.kernels.attention.reference import read_pages, reference_attention
+from jaxprefill.kernels.attention.select import BACKENDS
+from jaxprefill.kernels.attention.tiles import tile_capacity
+from jaxprefill.prefill.compiler import CPU_OPTIONS
+
+PLATFORM = jax.default_backend()
+OPTIONS = CPU_OPTIONS if PLATFORM == "cpu" else {}
+DTYPES = ("float32", "bfloat16")
+# Largest error over the largest output: (uniform, peaked).
+TOLERANCE = {"float32": (2e-5, 2e-5), "bfloat16": (1e-2, 4e-2)}
+
+on_every_case = pytest.mark.parametrize("case", CASES, ids=str)
+in_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
+def backend(request):
+    if PLATFORM not in request.param.capabilities.platforms:
+        pytest.skip(f"{request.param.name} does not run on {PLATFORM}")
+    return request.param
+
+
+@functools.cache
+def compiled(backend, case, dtype):
+    """The op at a case's shape, compiled as the engine does; the pool is donated."""
+    inputs = make_inputs(case, backend)
+    function = jax.jit(backend.make(inputs.tiles), donate_argnums=3)
+    return function.lower(*arguments(inputs, dtype)).compile(compiler_options=OPTIONS)
+
+
+def arguments(inputs, dtype):
+    arrays = (jnp.asarray(getattr(inputs, name), dtype) for name in ("q", "k", "v", "pool"))
+    return (*arrays, inputs.batch, jnp.int32(inputs.first_page))
+
+
+def run(backend, case, dtype, inputs):
+    out, pool = compiled(backend, case, dtype)(*arguments(inputs, dtype))
+    assert out.dtype == pool.dtype == dtype
+    return np.asarray(out), np.asarray(pool)
+
+
+def rounded(inputs, dtype):
+    """The inputs as float32, after rounding to `dtype`."""
+    names = ("q", "k", "v", "pool")
+    cast = {name: getattr(inputs, name).astype(dtype).astype(np.float32) for name in names}
+    return replace(inputs, **cast)
+
+
+def pool_after(inputs):
+    """The pool with every new token's K and V in its row, and nothing else changed."""
+    pool = inputs.pool.copy()
+    page_size = pool.shape[3]
+    for token, row in enumerate(np.asarray(inputs.batch.kv_rows)):
+        if row != NO_ROW:
+            page, at = inputs.first_page + row // page_size, row % page_size
+            pool[0, :, page, at], pool[1, :, page, at] = inputs.k[token], inputs.v[token]
+    return pool
+
+
+@functools.cache
+def reference(case, pages):
+    """The dense reference of a whole case, [real tokens, H, D]; one compilation serves both dtypes."""
+
+    def attend(q, pool):
+        parts, start = [], 0
+        for q_len, kv_len, own in zip(case.q_lens, case.kv_lens, pages, strict=True):
+            keys, values = read_pages(pool, list(own), kv_len)
+            parts.append(reference_attention(q[start : start + q_len], keys, values))
+            start += q_len
+        return jnp.concatenate(parts)
+
+    return jax.jit(attend).lower(
+        jax.ShapeDtypeStruct((case.num_tokens, case.q_heads, case.head_dim), np.float32),
+        jax.ShapeDtypeStruct(pool_shape(case, pages), np.float32),
+    ).compile(compiler_options=OPTIONS)
+
+
+def pool_shape(case, pages):
+    num_pages = 2 * (sum(map(len, pages)) + 3)
+    return (2, case.kv_heads, num_pages, case.page_size, case.head_dim)
+
+
+def expected(case, inputs, dtype):
+    held = rounded(inputs, dtype)
+    if not case.q_lens:
+        return held.q[:0]
+    pages = tuple(tuple(inputs.first_page + page for page in own) for own in inputs.pages)
+    return np.asarray(reference(case, pages)(held.q, pool_after(held)))
+
+
+def poisoned(case, inputs):
+    """The same batch with NaN wherever no request may look."""
+    held, page_size = pool_after(inputs), case.page_size
+    pool = np.full_like(held, np.nan)
+    q, k, v = inputs.q.copy(), inputs.k.copy(), inputs.v.copy()
+    for array in (q, k, v):
+        array[case.num_real_tokens :] = np.nan
+    table = np.array(inputs.batch.page_table)
+    table[:] = inputs.spare_pages[0]
+    for slot, (kv_len, own) in enumerate(zip(case.kv_lens, inputs.pages, strict=True)):
+        table[slot, : len(own)] = own
+        for position in range(kv_len - case.q_lens[slot]):
+            page, at = inputs.first_page + own[position // page_size], position % page_size
+            pool[:, :, page, at] = held[:, :, page, at]
+    batch = inputs.batch._replace(page_table=jnp.asarray(table))
+    return replace(inputs, q=q, k=k, v=v, pool=pool, batch=batch)
+
+
+@on_every_case
+@in_every_dtype
+@pytest.mark.parametrize("peaked", [False, True], ids=["uniform", "peaked"])
+def test_output_equals_the_reference(backend, case, dtype, peaked):
+    inputs = make_inputs(case, backend, peaked=peaked)
+    found, _ = run(backend, case, dtype, inputs)
+    wanted = expected(case, inputs, dtype)
+    error = np.abs(found[: len(wanted)].astype(np.float32) - wanted).max(initial=0)
+    assert error <= TOLERANCE[dtype][peaked] * np.abs(wanted).max(initial=1e-9)
+    assert np.isfinite(found).all()
+
+
+@on_every_case
+@in_every_dtype
+def test_new_rows_are_written_exactly_and_no_others(backend, case, dtype):
+    inputs = make_inputs(case, backend, seed=1)
+    _, pool = run(backend, case, dtype, inputs)
+    wanted = pool_after(inputs).astype(dtype)
+    np.testing.assert_array_equal(pool.view(np.uint8), wanted.view(np.uint8))
+
+
+@on_every_case
+@in_every_dtype
+def test_nan_outside_the_requests_changes_no_bit(backend, case, dtype):
+    inputs = make_inputs(case, backend, seed=2, peaked=True)
+    clean, _ = run(backend, case, dtype, inputs)
+    found, _ = run(backend, case, dtype, poisoned(case, inputs))
+    real = case.num_real_tokens
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found[:real].view(np.uint8), clean[:real].view(np.uint8))
+
+
+def two_layers(backend, case, dtype, num_pages=2048):
+    """Two chained layers at a case's shape over a large pool (abstract), the pool donated."""
+    inputs = make_inputs(case, backend)
+    attend = backend.make(inputs.tiles)
+
+    def run_both(q, k, v, pool, batch):
+        for layer in range(2):
+            q, pool = attend(q, k, v, pool, batch, jnp.int32(layer * num_pages))
+            k = v = q[:, : case.kv_heads]  # what orders the layers: each writes what it read
+        return q, pool
+
+    shape = (2, case.kv_heads, 2 * num_pages, case.page_size, case.head_dim)
+    q, k, v, _, batch, _ = arguments(inputs, dtype)
+    lowered = jax.jit(run_both, donate_argnums=3, keep_unused=True).lower(
+        q, k, v, jax.ShapeDtypeStruct(shape, dtype), batch
+    )
+    memory = lowered.compile(compiler_options=OPTIONS).memory_analysis()
+    return memory, int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+
+
+def shape_only(max_context, is_decode):
+    tokens = 4 if is_decode else 64
+    return AttentionCase(
+        name="shape", q_lens=(), kv_lens=(), num_tokens=tokens, max_context=max_context,
+        is_decode=is_decode,
+    )
+
+
+@in_every_dtype
+@pytest.mark.parametrize("is_decode", [False, True], ids=["prefill", "decode"])
+def test_pool_is_updated_in_place_and_memory_does_not_grow_with_context(backend, dtype, is_decode):
+    if not backend.capabilities.has_max_context:
+        pytest.skip("one shape serves every context")
+    short, pool_bytes = two_layers(backend, shape_only(256, is_decode), dtype)
+    long, _ = two_layers(backend, shape_only(4096, is_decode), dtype)
+    assert short.alias_size_in_bytes >= pool_bytes
+    assert max(short.temp_size_in_bytes, long.temp_size_in_bytes) < pool_bytes / 16
+    assert long.temp_size_in_bytes <= 1.1 * short.temp_size_in_bytes + 64 * 1024
+
+
+@given(
+    q_lens=st.lists(st.integers(0, 70), min_size=1, max_size=12),
+    tile_q=st.sampled_from([1, 2, 16, 32, 64]),
+)
+@settings(deadline=None)
+def test_tiles_cover_each_token_once_within_capacity(q_lens, tile_q):
+    slots, starts = plan_tiles(np.array(q_lens, np.int32), tile_q)
+    covered = [
+        (slot, token)
+        for slot, start in zip(slots.tolist(), starts.tolist(), strict=True)
+        for token in range(start, min(start + tile_q, q_lens[slot]))
+    ]
+    assert covered == [(slot, token) for slot, n in enumerate(q_lens) for token in range(n)]
+    assert len(slots) <= tile_capacity(sum(q_lens), len(q_lens), tile_q)
+    assert slots.dtype == starts.dtype == np.int32
+
+
+def test_auto_and_the_name_select_a_backend_that_fits():
+    needs = dict(platform="cpu", dtype="float32", page_size=16)
+    assert select_backend("auto", **needs) is select_backend("xla", **needs)
+
+
+def test_an_unknown_backend_name_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError) as caught:
+        select_backend("flash", platform="cpu", dtype="float32", page_size=16)
+    assert all(backend.name in str(caught.value) for backend in BACKENDS)
+    assert "'flash'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        (dict(platform="tpu"), "not on tpu"),
+        (dict(dtype="float16"), "not float16"),
+        (dict(page_size=256), "not 256"),
+    ],
+)
+def test_refusal_lists_every_candidate_and_its_reason(needs, reason):
+    fits = dict(platform="cpu", dtype="float32", page_size=16)
+    with pytest.raises(KernelUnsupported) as caught:
+        select_backend("auto", **(fits | needs))
+    message = str(caught.value)
+    assert reason in message
+    for backend in BACKENDS:
+        assert f"{backend.name} {backend.capabilities.lacks(**(fits | needs))}" in message

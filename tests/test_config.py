@@ -1,0 +1,136 @@
+"""Options: parsing, ranges, and what they resolve to."""
+
+import pytest
+
+from jaxprefill.config import EngineConfig, ModelConfig, make_config
+from jaxprefill.errors import ConfigError, KernelUnsupported
+from jaxprefill.integers import parse_count, parse_counts
+from jaxprefill.kernels.device import DeviceInfo
+from jaxprefill.plan import make_plan
+from tests.tiny import tiny_config
+
+CPU = DeviceInfo(platform="cpu", kind="cpu", memory_bytes=None, has_bf16_matmul=False)
+GPU = DeviceInfo(platform="gpu", kind="H200", memory_bytes=140 * 2**30, has_bf16_matmul=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4096", 4096), ("200k", 200_000), ("256K", 262_144), ("25.6k", 25_600), ("1M", 2**20),
+     ("1.5m", 1_500_000), (7, 7), (" 8 ", 8)],
+)
+def test_counts_are_read_as_people_write_them(text, value):
+    assert parse_count("x", text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "25.6K", "0.0001k", "1e3", "4 k", None, True, 1.0])
+def test_what_is_no_whole_number_is_refused_by_name(text):
+    with pytest.raises(ConfigError, match="some_option"):
+        parse_count("some_option", text)
+
+
+def test_lists_of_counts():
+    assert parse_counts("x", "16,64,4K") == (16, 64, 4096)
+    assert parse_counts("x", [1, 2]) == (1, 2) and parse_counts("x", 5) == (5,)
+    with pytest.raises(ConfigError):
+        parse_counts("x", ",")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("page_size", 3, "page_size"), ("page_size", 256, "page_size"),
+        ("kv_cache_tokens", 0, "kv_cache_tokens"), ("max_running_requests", -1, "max_running"),
+        ("prefill_backend", "fast", "full, layerwise, eager"), ("dtype", "int8", "float32"),
+        ("memory_fraction", 2, "memory_fraction"), ("max_padding_factor", 0.5, "max_padding"),
+        ("max_padding_factor", "nan", "max_padding"), ("prefill_max_context", "0", "positive"),
+        ("prefill_max_context", "25.6K", "25.6k"), ("strict_prefill", "yes", "strict_prefill"),
+        ("seed", "x", "seed"), ("model", 5, "model"), ("chunked_prefill_size", 1.5, "chunked"),
+    ],
+)
+def test_a_wrong_option_names_itself_and_its_range(option, value, named):
+    with pytest.raises(ConfigError, match=named):
+        make_config(**{option: value})
+
+
+def test_an_unknown_option_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"unknown option bucket;.*prefill_buckets"):
+        make_config(bucket=5)
+
+
+def test_text_is_taken_where_a_flag_would_give_it():
+    config = make_config(prefill_buckets="16,64", kv_cache_tokens="4K", prefill_max_context="1k")
+    assert config.prefill_buckets == (16, 64)
+    assert config.kv_cache_tokens == 4096 and config.prefill_max_context == (1000,)
+
+
+def plan(device=CPU, model=None, **options):
+    return make_plan(EngineConfig(**options), model or tiny_config(context_length=8192), device)
+
+
+def test_cpu_defaults():
+    found = plan()
+    assert found.ladder.buckets == (16, 64, 256, 1024) and found.chunked_prefill_size == 1024
+    assert found.dtype.name == "float32" and found.num_pages * 16 == 16384
+    assert found.ladder.num_slots == found.max_running == 16
+    assert found.decode_slots[-1] == 16 and found.eager_ladder.buckets[-1] >= 1024
+
+
+def test_a_single_bfloat16_row_is_never_decoded_on_a_cpu():
+    assert plan(dtype="bfloat16").decode_slots[0] >= 2
+
+
+def test_gpu_defaults_fill_the_memory_fraction():
+    found = plan(GPU, kv_cache_tokens=None)
+    assert found.dtype.name == "bfloat16" and len(found.ladder.buckets) == 22
+    token = 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, dim, bytes
+    assert 0.84 < found.num_pages * 16 * token / (140 * 2**30) < 0.86
+
+
+def test_the_ladder_ends_at_chunked_prefill_size():
+    assert plan(chunked_prefill_size=100).ladder.buckets == (16, 64, 100)
+    assert plan(prefill_buckets=(8, 32)).chunked_prefill_size == 32
+    assert plan(prefill_buckets=(8, 32), chunked_prefill_size=20).ladder.buckets == (8, 20)
+    assert plan(prefill_buckets="upstream", chunked_prefill_size=2000).ladder.buckets[-2:] == (
+        1792, 2000)
+
+
+def test_a_short_context_does_not_compile_long_buckets():
+    assert plan(model=tiny_config(context_length=160)).ladder.buckets == (16, 64, 256)
+
+
+def test_max_contexts_are_rounded_up_to_a_page_and_checked_after():
+    assert plan(prefill_max_context="100,1k").ladder.max_contexts == (112, 1008)
+    with pytest.raises(ConfigError, match="8192"):
+        plan(prefill_max_context="9000")
+    with pytest.raises(ConfigError, match="704"):
+        plan(model=tiny_config(context_length=700), prefill_max_context="700")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(context_length=9000), dict(prefill_buckets="fibonacci"), dict(kv_cache_tokens=8),
+     dict(attention_backend="cutlass")],
+)
+def test_options_that_contradict_the_model_are_refused(options):
+    with pytest.raises(ConfigError):
+        plan(**options)
+
+
+def test_a_device_without_backend_lists_the_candidates():
+    tpu = DeviceInfo(platform="tpu", kind="v5", memory_bytes=None, has_bf16_matmul=True)
+    with pytest.raises(KernelUnsupported, match="xla runs on cpu, gpu, not on tpu"):
+        plan(tpu)
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(num_kv_heads=4), dict(head_dim=15), dict(num_layers=0), dict(vocab_size=0)]
+)
+def test_an_impossible_model_is_refused(changes):
+    with pytest.raises(ConfigError):
+        tiny_config(**changes)
+
+
+def test_model_config_is_frozen():
+    with pytest.raises(AttributeError):
+        tiny_config().head_dim = 4  # pyright: ignore
+    assert isinstance(tiny_config(), ModelConfig)

@@ -1,0 +1,226 @@
+"""The scheduler alone: a device that always answers, integers only."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxprefill.cache.pages import PageAllocator
+from jaxprefill.errors import RequestError
+from jaxprefill.request import Request, SamplingParams
+from jaxprefill.scheduler import RequestState, Scheduler, SchedulerLimits, Status
+
+
+class Simulation:
+    """Runs a scheduler as the core does: a step is dispatched before the last one is read."""
+
+    def __init__(self, *, num_pages=64, page_size=4, **limits):
+        sizes = dict(max_batch_tokens=16, max_batch_requests=4, max_running=4,
+                     prefill_context=256, context_length=256)
+        self.pages = PageAllocator(num_pages, page_size)
+        self.limits = SchedulerLimits(**(sizes | limits))
+        self.scheduler = Scheduler(self.limits, self.pages)
+        self.states: dict[str, RequestState] = {}
+        self.batches, self.unread = [], []
+
+    def add(self, name, prompt, output, *, scores=False):
+        request = Request(
+            id=name, prompt_ids=tuple(range(prompt)), seed=0, wants_prompt_logprobs=scores,
+            params=SamplingParams(max_tokens=output),
+        )
+        state = RequestState(request, max_tokens=output)
+        self.scheduler.add(state)
+        self.states[name] = state
+        return state
+
+    def step(self):
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            self.check(batch)
+            self.batches.append(batch)
+        self.read()
+        self.unread = list(batch.rows) if batch is not None else []
+        return batch
+
+    def read(self):
+        for row in self.unread:
+            state = self.states[row.request_id]
+            state.num_in_flight -= 1
+            if state.status is Status.FINISHED:
+                continue
+            if row.sample is not None:
+                state.output_ids.append(1000 + len(state.output_ids))
+            is_done = len(state.output_ids) >= state.max_tokens
+            if is_done and (state.max_tokens or (state.is_prefilled and not state.num_in_flight)):
+                self.scheduler.finish(state)
+
+    def check(self, batch):
+        """What every batch must keep to, whatever happens."""
+        limits, rows = self.limits, batch.rows
+        assert rows and len({row.slot for row in rows}) == len(rows)
+        assert len({row.request_id for row in rows}) == len(rows)
+        pages = [page for row in rows for page in row.pages]
+        assert len(pages) == len(set(pages)), "two requests share a page"
+        for row in rows:
+            assert len(row.pages) * self.pages.page_size >= row.kv_len
+        if batch.is_decode:
+            assert len(rows) <= limits.max_running and batch.num_tokens == len(rows)
+        else:
+            assert batch.num_tokens <= limits.max_batch_tokens
+            assert len(rows) <= limits.max_batch_requests
+
+    def run(self, most=1000):
+        for _ in range(most):
+            self.step()
+            if all(state.status is Status.FINISHED for state in self.states.values()):
+                self.read()
+                return
+        raise AssertionError("the scheduler does not come to an end")
+
+
+def shape(batch):
+    return [(row.request_id, row.q_len) for row in batch.rows]
+
+
+def test_short_prompts_are_packed_into_one_step():
+    sim = Simulation()
+    for name, length in (("a", 3), ("b", 5), ("c", 2)):
+        sim.add(name, length, 1)
+    assert shape(sim.step()) == [("a", 3), ("b", 5), ("c", 2)]
+
+
+def test_a_seventeenth_short_request_waits_instead_of_falling_back():
+    sim = Simulation(max_batch_requests=2)
+    for name in "abc":
+        sim.add(name, 2, 1)
+    assert shape(sim.step()) == [("a", 2), ("b", 2)]
+    assert shape(sim.step()) == [("c", 2)]
+
+
+def test_a_long_prompt_is_chunked_and_samples_only_at_its_end():
+    sim = Simulation()
+    sim.add("a", 40, 1)
+    chunks = [sim.step().rows[0] for _ in range(3)]
+    assert [row.q_len for row in chunks] == [16, 16, 8]
+    assert [row.kv_len for row in chunks] == [16, 32, 40]
+    assert [row.sample is not None for row in chunks] == [False, False, True]
+
+
+def test_decode_rows_ride_along_with_a_long_prompt():
+    sim = Simulation()
+    sim.add("a", 3, 20)
+    sim.step()
+    sim.add("b", 60, 1)
+    for _ in range(4):
+        assert shape(sim.step()) == [("a", 1), ("b", 15)]
+
+
+def test_no_stream_waits_more_than_two_steps_for_a_long_prompt():
+    sim = Simulation(max_batch_requests=1)  # no room to ride along: the two take turns
+    sim.add("a", 3, 12)
+    sim.add("b", 90, 1)
+    sim.run()
+    steps = [i for i, batch in enumerate(sim.batches) for row in batch.rows
+             if row.request_id == "a" and row.sample is not None]
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 2
+
+
+def test_a_decode_row_names_its_slot_before_the_token_is_known():
+    sim = Simulation()
+    state = sim.add("a", 3, 4)
+    sim.step()
+    row = sim.step().rows[0]
+    assert row.token_ids is None and row.kv_len == 4 and row.slot == state.slot
+
+
+def test_generation_stops_at_its_limit_though_results_come_late():
+    sim = Simulation()
+    state = sim.add("a", 3, 5)
+    sim.run()
+    assert len(state.output_ids) == 5 and len(sim.batches) == 5
+
+
+def test_contexts_beyond_the_executables_go_apart_and_none_starves():
+    sim = Simulation(prefill_context=20)
+    sim.add("long", 50, 2)
+    for name in "abcd":
+        sim.add(name, 4, 6)
+    sim.run()
+    for batch in sim.batches:
+        if not batch.is_decode:
+            beyond = [row.kv_len > 20 for row in batch.rows]
+            assert all(beyond) or not any(beyond)
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once():
+    sim = Simulation(num_pages=4)
+    sim.add("fits", 10, 7)
+    with pytest.raises(RequestError, match=r"KV pool of 16 tokens.*17"):
+        sim.add("too long", 10, 8)
+
+
+def test_pool_pressure_preempts_the_youngest_which_starts_again():
+    sim = Simulation(num_pages=6)
+    old, young = sim.add("old", 8, 12), sim.add("young", 8, 12)
+    sim.run()
+    assert sim.scheduler.num_preemptions > 0
+    assert old.output_ids == young.output_ids == [1000 + i for i in range(12)]
+    again = [row for batch in sim.batches for row in batch.rows
+             if row.request_id == "young" and row.q_len > 8]
+    assert again and again[0].token_ids[8:] == tuple(1000 + i for i in range(again[0].q_len - 8))
+    assert not [row for batch in sim.batches for row in batch.rows
+                if row.request_id == "old" and row.q_len > 8]
+
+
+def test_prompt_scores_cover_every_chunk_border_once():
+    sim = Simulation()
+    sim.add("a", 40, 0, scores=True)
+    sim.run()
+    scored = []
+    for batch in sim.batches:
+        offset, targets = batch.rows[0].score_ids
+        first = batch.rows[0].kv_len - batch.rows[0].q_len + offset + 1
+        scored += [(first + i, target) for i, target in enumerate(targets)]
+    assert scored == [(i, i) for i in range(1, 40)]
+
+
+def test_aborting_anywhere_gives_everything_back():
+    for steps in range(6):
+        sim = Simulation()
+        for name in "abcdef":
+            sim.add(name, 20, 5)
+        for _ in range(steps):
+            sim.step()
+        for state in sim.states.values():
+            if state.status is not Status.FINISHED:
+                sim.scheduler.finish(state)
+        assert sim.pages.num_free == 64
+        assert sim.scheduler.num_running == sim.scheduler.num_waiting == 0
+
+
+jobs = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 12), st.booleans(), st.integers(0, 4)),
+    min_size=1, max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(jobs, st.integers(14, 40), st.integers(1, 4), st.sampled_from([8, 30, 256]), st.randoms())
+def test_any_mix_finishes_and_leaks_nothing(jobs, num_pages, slots, prefill_context, random):
+    sim = Simulation(num_pages=num_pages, max_batch_requests=slots, prefill_context=prefill_context)
+    waiting = list(enumerate(jobs))
+    while waiting or any(s.status is not Status.FINISHED for s in sim.states.values()):
+        while waiting and random.random() < 0.5:
+            index, (prompt, output, scores, _) = waiting.pop(0)
+            sim.add(str(index), prompt, output, scores=scores or not output)
+        sim.step()
+        for index, (*_, patience) in enumerate(jobs):
+            state = sim.states.get(str(index))
+            is_victim = patience == 0 and state and len(state.output_ids) > 2
+            if is_victim and state.status is not Status.FINISHED:
+                sim.scheduler.finish(state)
+    sim.read()
+    assert sim.pages.num_free == num_pages
+    assert sim.scheduler.num_running == sim.scheduler.num_waiting == 0
+    for index, (_, output, _, patience) in enumerate(jobs):
+        if patience:
+            assert len(sim.states[str(index)].output_ids) == output
