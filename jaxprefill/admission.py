@@ -1,4 +1,7 @@
-"""Turns what a caller gives into validated requests. Host only: JAX would clamp a bad id silently."""
+"""Turns what a caller gives into validated requests.
+
+Host only, and before any device sees it: JAX would clamp a bad id silently.
+"""
 
 import operator
 from collections.abc import Sequence
@@ -48,7 +51,9 @@ class Admission:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", tuple(params.logit_bias or ()))
         eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_ids
-        seed = int(self.rng.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
+        seed = (
+            int(self.rng.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
+        )
         return [
             Request(
                 id=f"{prompt_id}-{index}",

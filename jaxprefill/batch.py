@@ -1,4 +1,7 @@
-"""What one step computes, as host integers. The scheduler makes it, padding turns it into one buffer."""
+"""What one step computes, as host integers.
+
+The scheduler makes it, padding turns it into one buffer.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

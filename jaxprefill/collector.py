@@ -84,9 +84,7 @@ class Collector:
             self._text, self._reason = self._text[:at], "stop"
 
 
-def _with_chosen(
-    top: dict[int, float], token: int, logprob: float, count: int
-) -> dict[int, float]:
+def _with_chosen(top: dict[int, float], token: int, logprob: float, count: int) -> dict[int, float]:
     """The `count` likeliest ids, and the chosen one whatever its rank."""
     likeliest = dict(list(top.items())[:count])
     return likeliest if token in likeliest else {token: logprob, **likeliest}

@@ -1,4 +1,4 @@
-"""The one place that knows jax versions apart, and the only one that touches jax's global config."""
+"""The one place that touches jax's global config, and that may tell jax versions apart."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def use_compilation_cache(folder: str) -> None:
     A folder that the process has already set (by JAX_COMPILATION_CACHE_DIR, say) stays.
     """
     if folder == "auto":
-        if jax.config.jax_compilation_cache_dir:
+        if jax.config.values["jax_compilation_cache_dir"]:
             return
         folder = str(Path(platformdirs.user_cache_dir("jaxprefill")) / "xla")
     jax.config.update("jax_compilation_cache_dir", folder)

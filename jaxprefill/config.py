@@ -113,7 +113,9 @@ class EngineConfig:
         if not 0.05 <= self.memory_fraction <= 0.98:
             raise ConfigError(f"memory_fraction must be 0.05 to 0.98, got {self.memory_fraction}")
         if self.max_padding_factor is not None and not self.max_padding_factor >= 1:
-            raise ConfigError(f"max_padding_factor must be at least 1, not {self.max_padding_factor}")
+            raise ConfigError(
+                f"max_padding_factor must be at least 1, not {self.max_padding_factor}"
+            )
         for value in self.prefill_max_context:
             if value < 1:
                 raise ConfigError(f"prefill_max_context must be positive, got {value}")
@@ -138,7 +140,9 @@ def make_config(**options: Any) -> EngineConfig:
     known = [item.name for item, _ in engine_options() if item.default is not MISSING]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+        raise ConfigError(
+            f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}"
+        )
     return EngineConfig(**options)
 
 

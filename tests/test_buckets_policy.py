@@ -1,5 +1,7 @@
 """Ladders and the one decision, as integers: UPSTREAM section 4 where it applies."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ def test_an_off_ladder_maximum_is_not_in_the_upstream_ladder():
 
 def test_the_default_gpu_ladder_keeps_steps_small():
     assert len(GPU_BUCKETS) == 22
-    steps = {a: b / a for a, b in zip(GPU_BUCKETS, GPU_BUCKETS[1:], strict=False)}
+    steps = {a: b / a for a, b in pairwise(GPU_BUCKETS)}
     assert max(step for a, step in steps.items() if a >= 64) <= 1.5
     assert max(step for a, step in steps.items() if a >= 192) <= 4 / 3 + 1e-9
 
@@ -52,8 +54,9 @@ def test_the_smallest_context_that_fits_is_part_of_the_key():
     assert ladder.pick(3, 1025) is None
 
 
-@pytest.mark.parametrize("bad", [dict(buckets=()), dict(buckets=(0, 4)), dict(num_slots=0),
-                                 dict(max_contexts=(-1,))])
+@pytest.mark.parametrize(
+    "bad", [dict(buckets=()), dict(buckets=(0, 4)), dict(num_slots=0), dict(max_contexts=(-1,))]
+)
 def test_a_ladder_of_nothing_is_refused(bad):
     with pytest.raises(ConfigError):
         BucketLadder(**(dict(buckets=(4,), num_slots=1, max_contexts=(8,)) | bad))

@@ -15,14 +15,24 @@ GPU = DeviceInfo(platform="gpu", kind="H200", memory_bytes=140 * 2**30, has_bf16
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("4096", 4096), ("200k", 200_000), ("256K", 262_144), ("25.6k", 25_600), ("1M", 2**20),
-     ("1.5m", 1_500_000), (7, 7), (" 8 ", 8)],
+    [
+        ("4096", 4096),
+        ("200k", 200_000),
+        ("256K", 262_144),
+        ("25.6k", 25_600),
+        ("1M", 2**20),
+        ("1.5m", 1_500_000),
+        (7, 7),
+        (" 8 ", 8),
+    ],
 )
 def test_counts_are_read_as_people_write_them(text, value):
     assert parse_count("x", text) == value
 
 
-@pytest.mark.parametrize("text", ["", "k", "1.5", "25.6K", "0.0001k", "1e3", "4 k", None, True, 1.0])
+@pytest.mark.parametrize(
+    "text", ["", "k", "1.5", "25.6K", "0.0001k", "1e3", "4 k", None, True, 1.0]
+)
 def test_what_is_no_whole_number_is_refused_by_name(text):
     with pytest.raises(ConfigError, match="some_option"):
         parse_count("some_option", text)
@@ -38,13 +48,21 @@ def test_lists_of_counts():
 @pytest.mark.parametrize(
     ("option", "value", "named"),
     [
-        ("page_size", 3, "page_size"), ("page_size", 256, "page_size"),
-        ("kv_cache_tokens", 0, "kv_cache_tokens"), ("max_running_requests", -1, "max_running"),
-        ("prefill_backend", "fast", "full, layerwise, eager"), ("dtype", "int8", "float32"),
-        ("memory_fraction", 2, "memory_fraction"), ("max_padding_factor", 0.5, "max_padding"),
-        ("max_padding_factor", "nan", "max_padding"), ("prefill_max_context", "0", "positive"),
-        ("prefill_max_context", "25.6K", "25.6k"), ("strict_prefill", "yes", "strict_prefill"),
-        ("seed", "x", "seed"), ("model", 5, "model"), ("chunked_prefill_size", 1.5, "chunked"),
+        ("page_size", 3, "page_size"),
+        ("page_size", 256, "page_size"),
+        ("kv_cache_tokens", 0, "kv_cache_tokens"),
+        ("max_running_requests", -1, "max_running"),
+        ("prefill_backend", "fast", "full, layerwise, eager"),
+        ("dtype", "int8", "float32"),
+        ("memory_fraction", 2, "memory_fraction"),
+        ("max_padding_factor", 0.5, "max_padding"),
+        ("max_padding_factor", "nan", "max_padding"),
+        ("prefill_max_context", "0", "positive"),
+        ("prefill_max_context", "25.6K", "25.6k"),
+        ("strict_prefill", "yes", "strict_prefill"),
+        ("seed", "x", "seed"),
+        ("model", 5, "model"),
+        ("chunked_prefill_size", 1.5, "chunked"),
     ],
 )
 def test_a_wrong_option_names_itself_and_its_range(option, value, named):
@@ -91,7 +109,9 @@ def test_the_ladder_ends_at_chunked_prefill_size():
     assert plan(prefill_buckets=(8, 32)).chunked_prefill_size == 32
     assert plan(prefill_buckets=(8, 32), chunked_prefill_size=20).ladder.buckets == (8, 20)
     assert plan(prefill_buckets="upstream", chunked_prefill_size=2000).ladder.buckets[-2:] == (
-        1792, 2000)
+        1792,
+        2000,
+    )
 
 
 def test_a_short_context_does_not_compile_long_buckets():
@@ -108,8 +128,12 @@ def test_max_contexts_are_rounded_up_to_a_page_and_checked_after():
 
 @pytest.mark.parametrize(
     "options",
-    [dict(context_length=9000), dict(prefill_buckets="fibonacci"), dict(kv_cache_tokens=8),
-     dict(attention_backend="cutlass")],
+    [
+        dict(context_length=9000),
+        dict(prefill_buckets="fibonacci"),
+        dict(kv_cache_tokens=8),
+        dict(attention_backend="cutlass"),
+    ],
 )
 def test_options_that_contradict_the_model_are_refused(options):
     with pytest.raises(ConfigError):

@@ -73,10 +73,14 @@ def test_fewer_tokens_are_a_prefix_of_more(engine, count):
 def test_the_next_step_is_dispatched_before_the_last_ones_tokens_are_read(engine, monkeypatch):
     core, events = engine._core, []
     dispatch, read = type(core)._dispatch, type(core)._read
-    monkeypatch.setattr(type(core), "_dispatch",
-                        lambda self, batch: events.append("dispatch") or dispatch(self, batch))
-    monkeypatch.setattr(type(core), "_read",
-                        lambda self, step: events.append("read") or read(self, step))
+    monkeypatch.setattr(
+        type(core),
+        "_dispatch",
+        lambda self, batch: events.append("dispatch") or dispatch(self, batch),
+    )
+    monkeypatch.setattr(
+        type(core), "_read", lambda self, step: events.append("read") or read(self, step)
+    )
     engine.generate([random_prompt(5)], SamplingParams(max_tokens=4, ignore_eos=True))
     assert events[:5] == ["dispatch", "dispatch", "read", "dispatch", "read"]
 
@@ -119,8 +123,14 @@ def test_logit_bias_and_stop_ids_do_what_they_say(engine):
 
 def test_penalties_see_prompt_and_output(engine, checkpoint):
     ids = random_prompt(12)
-    params = SamplingParams(temperature=0, max_tokens=8, frequency_penalty=2.0,
-                            presence_penalty=2.0, repetition_penalty=1.5, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=8,
+        frequency_penalty=2.0,
+        presence_penalty=2.0,
+        repetition_penalty=1.5,
+        ignore_eos=True,
+    )
     found = engine.generate([ids], params)[0].token_ids
     seen = list(ids)
     for position, token in enumerate(found):
@@ -186,8 +196,15 @@ def test_a_request_larger_than_the_pool_is_refused_at_once(checkpoint):
 
 def test_preempted_penalties_and_seeds_continue_where_they_were(checkpoint):
     prompts = [random_prompt(20, seed=i) for i in range(4)]
-    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, frequency_penalty=1.0,
-                            repetition_penalty=1.2, logit_bias={65: 1.5}, logprobs=2)
+    params = SamplingParams(
+        max_tokens=30,
+        ignore_eos=True,
+        seed=3,
+        frequency_penalty=1.0,
+        repetition_penalty=1.2,
+        logit_bias={65: 1.5},
+        logprobs=2,
+    )
     with tiny_engine(checkpoint, kv_cache_tokens=64) as small, tiny_engine(checkpoint) as large:
         tight, roomy = small.generate(prompts, params), large.generate(prompts, params)
         assert small.stats()["preemptions"] > 0 and large.stats()["preemptions"] == 0

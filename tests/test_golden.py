@@ -74,10 +74,16 @@ def test_nothing_compiled_and_nothing_fell_back(demo):
 def test_bfloat16_is_close_in_the_mean(demo_path, compile_cache):
     options = dict(prefill_buckets=(64,), max_running_requests=2, kv_cache_tokens=2048)
     with Engine(
-        str(demo_path), dtype="bfloat16", prefill_backend="layerwise",
-        compile_cache=compile_cache, **options,
+        str(demo_path),
+        dtype="bfloat16",
+        prefill_backend="layerwise",
+        compile_cache=compile_cache,
+        **options,
     ) as made:
         found = made.logprobs([case["ids"] for case in SHORT])
-    differences = [abs(a - b) for case, one in zip(SHORT, found, strict=True)
-                   for a, b in zip(case["prompt_logprobs"][1:], one[1:], strict=True)]
+    differences = [
+        abs(a - b)
+        for case, one in zip(SHORT, found, strict=True)
+        for a, b in zip(case["prompt_logprobs"][1:], one[1:], strict=True)
+    ]
     assert np.mean(differences) <= 0.05

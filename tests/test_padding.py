@@ -21,9 +21,7 @@ def make_row(index: int, q_len: int, prefix: int, *, is_sampled: bool = False) -
     kv_len = q_len + prefix
     pages = [100 * index + page for page in range(-(-kv_len // PAGE) + 1)]
     tokens = None if is_sampled else tuple(range(1000 * index, 1000 * index + q_len))
-    return BatchRow(
-        request_id=str(index), slot=index, token_ids=tokens, kv_len=kv_len, pages=pages
-    )
+    return BatchRow(request_id=str(index), slot=index, token_ids=tokens, kv_len=kv_len, pages=pages)
 
 
 def make_batch(*shape: tuple[int, int]) -> Batch:

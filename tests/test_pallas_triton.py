@@ -119,9 +119,7 @@ def _zero_batch(tiles, num_tokens, num_slots):
     [(16, 64, False), (512, 16, False), (8192, 64, False), (1, 1, True), (64, 64, True)],
 )
 def test_kernel_lowers_for_cuda_without_a_gpu(num_tokens, num_slots, is_decode, dtype):
-    tiles = PALLAS_TRITON.tile_shape(
-        num_tokens, num_slots, 4096, page_size=16, is_decode=is_decode
-    )
+    tiles = PALLAS_TRITON.tile_shape(num_tokens, num_slots, 4096, page_size=16, is_decode=is_decode)
     text = lowered(tiles, dtype, num_tokens=num_tokens, num_slots=num_slots)
     assert text.count("@__gpu$xla.gpu.triton") >= 2
     assert "scatter" not in text and "while" not in text.split("__gpu$xla")[0]

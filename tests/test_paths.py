@@ -99,7 +99,9 @@ def test_too_many_requests_and_padding_have_reasons_of_their_own(checkpoint):
         core.prefill.run(core.state, sparse)
         core.prefill.run(core.state, Batch(rows=(row(0, 21, [0, 1, 2]),), is_decode=False))
         assert made.stats()["fallbacks"] == {
-            "too_many_requests": 1, "padding_factor": 1, "too_many_tokens": 1
+            "too_many_requests": 1,
+            "padding_factor": 1,
+            "too_many_tokens": 1,
         }
         with pytest.raises(CapacityError, match="eager fallback holds"):
             beyond = row(0, 33, [0, 1, 2, 3, 4])
@@ -124,7 +126,8 @@ def test_all_buckets_write_one_hidden_buffer_and_one_pool_in_place(engine):
     where = (core.state.hidden.unsafe_buffer_pointer(), core.state.pool.unsafe_buffer_pointer())
     engine.generate([random_prompt(5), random_prompt(60)], SamplingParams(max_tokens=4))
     assert where == (
-        core.state.hidden.unsafe_buffer_pointer(), core.state.pool.unsafe_buffer_pointer()
+        core.state.hidden.unsafe_buffer_pointer(),
+        core.state.pool.unsafe_buffer_pointer(),
     )
 
 
@@ -153,7 +156,8 @@ def test_nothing_in_padding_reaches_a_real_row_not_even_nan():
     checkpoint.tensors["model.embed_tokens.weight"][271] = np.nan
     checkpoint.config = TinyCheckpoint(is_embedding_tied=False).config
     checkpoint.tensors["lm_head.weight"] = np.nan_to_num(
-        checkpoint.tensors["model.embed_tokens.weight"])
+        checkpoint.tensors["model.embed_tokens.weight"]
+    )
     with tiny_engine(checkpoint) as made:
         key = made.plan.ladder.keys[0]
         batch = Batch(rows=(row(0, 5, [7]), row(1, 11, [3, 40])), is_decode=False)
@@ -182,12 +186,25 @@ def run_menu(engine):
     ids = random_prompt(9)
     engine.logprobs([ids])
     menu = [
-        dict(temperature=0), dict(temperature=1.3, seed=5), dict(top_k=3), dict(top_p=0.5),
-        dict(min_p=0.2), dict(logprobs=0), dict(logprobs=20), dict(n=3), dict(stop="x"),
-        dict(presence_penalty=1.0), dict(frequency_penalty=-1.0), dict(repetition_penalty=1.3),
-        dict(logit_bias={5: 100.0}), dict(logit_bias={i: 1.0 for i in range(272)}),
-        dict(min_tokens=4, max_tokens=5), dict(stop_token_ids=[3]), dict(ignore_eos=True),
-        dict(max_tokens=0), dict(max_tokens=1),
+        dict(temperature=0),
+        dict(temperature=1.3, seed=5),
+        dict(top_k=3),
+        dict(top_p=0.5),
+        dict(min_p=0.2),
+        dict(logprobs=0),
+        dict(logprobs=20),
+        dict(n=3),
+        dict(stop="x"),
+        dict(presence_penalty=1.0),
+        dict(frequency_penalty=-1.0),
+        dict(repetition_penalty=1.3),
+        dict(logit_bias={5: 100.0}),
+        dict(logit_bias={i: 1.0 for i in range(272)}),
+        dict(min_tokens=4, max_tokens=5),
+        dict(stop_token_ids=[3]),
+        dict(ignore_eos=True),
+        dict(max_tokens=0),
+        dict(max_tokens=1),
     ]
     for params in menu:
         engine.generate([ids], SamplingParams(**params))
@@ -213,8 +230,10 @@ def test_executables_are_compiled_largest_first_each_with_a_record(checkpoint):
     names = [record.name for record, _ in seen]
     assert len(names) == len(set(names)) == seen[0][1]
     assert all(record.compile_s > 0 and record.argument_bytes > 0 for record, _ in seen)
-    jobs = [CompileJob(name=str(cost), function=lambda x: x, arguments=(np.int32(1),), cost=cost)
-            for cost in (4, 64, 16)]
+    jobs = [
+        CompileJob(name=str(cost), function=lambda x: x, arguments=(np.int32(1),), cost=cost)
+        for cost in (4, 64, 16)
+    ]
     order = []
     compile_all(jobs, options={}, num_threads=1, on_done=lambda record: order.append(record.name))
     assert order == ["64", "16", "4"]

@@ -1,5 +1,7 @@
 """The scheduler alone: a device that always answers, integers only."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +16,13 @@ class Simulation:
     """Runs a scheduler as the core does: a step is dispatched before the last one is read."""
 
     def __init__(self, *, num_pages=64, page_size=4, **limits):
-        sizes = dict(max_batch_tokens=16, max_batch_requests=4, max_running=4,
-                     prefill_context=256, context_length=256)
+        sizes = dict(
+            max_batch_tokens=16,
+            max_batch_requests=4,
+            max_running=4,
+            prefill_context=256,
+            context_length=256,
+        )
         self.pages = PageAllocator(num_pages, page_size)
         self.limits = SchedulerLimits(**(sizes | limits))
         self.scheduler = Scheduler(self.limits, self.pages)
@@ -24,7 +31,10 @@ class Simulation:
 
     def add(self, name, prompt, output, *, scores=False):
         request = Request(
-            id=name, prompt_ids=tuple(range(prompt)), seed=0, wants_prompt_logprobs=scores,
+            id=name,
+            prompt_ids=tuple(range(prompt)),
+            seed=0,
+            wants_prompt_logprobs=scores,
             params=SamplingParams(max_tokens=output),
         )
         state = RequestState(request, max_tokens=output)
@@ -119,9 +129,13 @@ def test_no_stream_waits_more_than_two_steps_for_a_long_prompt():
     sim.add("a", 3, 12)
     sim.add("b", 90, 1)
     sim.run()
-    steps = [i for i, batch in enumerate(sim.batches) for row in batch.rows
-             if row.request_id == "a" and row.sample is not None]
-    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 2
+    steps = [
+        i
+        for i, batch in enumerate(sim.batches)
+        for row in batch.rows
+        if row.request_id == "a" and row.sample is not None
+    ]
+    assert max(b - a for a, b in pairwise(steps)) <= 2
 
 
 def test_a_decode_row_names_its_slot_before_the_token_is_known():
@@ -164,11 +178,19 @@ def test_pool_pressure_preempts_the_youngest_which_starts_again():
     sim.run()
     assert sim.scheduler.num_preemptions > 0
     assert old.output_ids == young.output_ids == [1000 + i for i in range(12)]
-    again = [row for batch in sim.batches for row in batch.rows
-             if row.request_id == "young" and row.q_len > 8]
+    again = [
+        row
+        for batch in sim.batches
+        for row in batch.rows
+        if row.request_id == "young" and row.q_len > 8
+    ]
     assert again and again[0].token_ids[8:] == tuple(1000 + i for i in range(again[0].q_len - 8))
-    assert not [row for batch in sim.batches for row in batch.rows
-                if row.request_id == "old" and row.q_len > 8]
+    assert not [
+        row
+        for batch in sim.batches
+        for row in batch.rows
+        if row.request_id == "old" and row.q_len > 8
+    ]
 
 
 def test_prompt_scores_cover_every_chunk_border_once():
@@ -199,7 +221,8 @@ def test_aborting_anywhere_gives_everything_back():
 
 jobs = st.lists(
     st.tuples(st.integers(1, 40), st.integers(0, 12), st.booleans(), st.integers(0, 4)),
-    min_size=1, max_size=12,
+    min_size=1,
+    max_size=12,
 )
 
 

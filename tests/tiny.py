@@ -19,9 +19,18 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor 
 
 def tiny_config(**changes) -> ModelConfig:
     sizes = dict(
-        architecture="LlamaForCausalLM", vocab_size=VOCAB, hidden_size=48, mlp_size=80,
-        num_layers=2, num_q_heads=6, num_kv_heads=2, head_dim=16, context_length=160,
-        norm_eps=1e-5, rope_theta=1e4, is_embedding_tied=True,
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=48,
+        mlp_size=80,
+        num_layers=2,
+        num_q_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        context_length=160,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        is_embedding_tied=True,
     )
     return ModelConfig(**(sizes | changes))
 
@@ -69,9 +78,12 @@ class TinyCheckpoint:
             return (c.hidden_size,)
         part = name.split(".")[-2]
         return {
-            "q_proj": (attended, c.hidden_size), "k_proj": (keys, c.hidden_size),
-            "v_proj": (keys, c.hidden_size), "o_proj": (c.hidden_size, attended),
-            "gate_proj": (c.mlp_size, c.hidden_size), "up_proj": (c.mlp_size, c.hidden_size),
+            "q_proj": (attended, c.hidden_size),
+            "k_proj": (keys, c.hidden_size),
+            "v_proj": (keys, c.hidden_size),
+            "o_proj": (c.hidden_size, attended),
+            "gate_proj": (c.mlp_size, c.hidden_size),
+            "up_proj": (c.mlp_size, c.hidden_size),
             "down_proj": (c.hidden_size, c.mlp_size),
         }[part]
 
@@ -80,8 +92,13 @@ class TinyCheckpoint:
 
 
 SMALL = dict(
-    prefill_buckets=(8, 32), max_running_requests=4, kv_cache_tokens=640, page_size=8,
-    dtype="float32", seed=0, compile_cache="off",
+    prefill_buckets=(8, 32),
+    max_running_requests=4,
+    kv_cache_tokens=640,
+    page_size=8,
+    dtype="float32",
+    seed=0,
+    compile_cache="off",
 )
 
 

@@ -17,7 +17,7 @@ def parameter(shape: tuple[int, ...], dtype: jnp.dtype, axes: LogicalAxes) -> nn
 def linear(
     x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"]
 ) -> Float[Array, "T outputs"]:
-    """x @ weight.T in the weight's dtype, accumulated and returned in float32."""
+    """X @ weight.T in the weight's dtype, accumulated and returned in float32."""
     contract = (((1,), (1,)), ((), ()))
     return lax.dot_general(
         x.astype(weight.dtype), weight, contract, preferred_element_type=jnp.float32
@@ -48,7 +48,9 @@ def rotary_table(
     return jnp.stack([jnp.cos(angle), jnp.sin(angle)])
 
 
-def rotate(x: Float[Array, "T heads D"], table: Float[Array, "2 T half"]) -> Float[Array, "T heads D"]:
+def rotate(
+    x: Float[Array, "T heads D"], table: Float[Array, "2 T half"]
+) -> Float[Array, "T heads D"]:
     """Rotary embedding in Hugging Face's layout: dimension i pairs with i + D / 2."""
     cos, sin = table[:, :, None]
     low, high = jnp.split(x, 2, axis=-1)

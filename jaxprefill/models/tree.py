@@ -4,7 +4,7 @@ jit flattens custom pytrees in Python on every call; a tuple of arrays it flatte
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jaxprefill.models.decoder import Decoder, DecoderLayer
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import named_sharding
 
-Leaf = Array | jax.ShapeDtypeStruct  # an abstract leaf is enough to lower with
-Leaves = tuple[Leaf, ...]
+Leaves = tuple[Array, ...]
+AnyLeaf = TypeVar("AnyLeaf", Array, jax.ShapeDtypeStruct)  # shapes are enough to lower with
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelTree:
         """The model over these arrays (or tracers)."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.structure, leaves))
 
-    def layer_leaves(self, leaves: Leaves, layer: int) -> Leaves:
+    def layer_leaves(self, leaves: tuple[AnyLeaf, ...], layer: int) -> tuple[AnyLeaf, ...]:
         """The arrays of one layer, in the order `bind_layer` expects."""
         prefix = f"layers.{layer}."
         pairs = zip(self.paths, leaves, strict=True)
@@ -52,11 +52,11 @@ class ModelTree:
         """A layer over the arrays of `layer_leaves`; all layers share one structure."""
         return nnx.merge(self.layer_graph, jax.tree.unflatten(self.layer_structure, leaves))
 
-    def leaf(self, leaves: Leaves, path: str) -> Leaf:
+    def leaf(self, leaves: tuple[AnyLeaf, ...], path: str) -> AnyLeaf:
         """The array of one parameter."""
         return leaves[self.paths.index(path)]
 
-    def head(self, leaves: Leaves) -> Leaf:
+    def head(self, leaves: tuple[AnyLeaf, ...]) -> AnyLeaf:
         """The LM head [V, E]: its own, or the embedding where they are tied."""
         return self.leaf(leaves, "embedding" if self.config.is_embedding_tied else "head")
 

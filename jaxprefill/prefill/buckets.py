@@ -11,8 +11,10 @@ from typing import NamedTuple
 from jaxprefill.errors import ConfigError
 
 # Below ~64 tokens an H200's step time is flat; above, steps of at most 1.33x bound the padding.
-GPU_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536)
-GPU_BUCKETS += (2048, 2560, 3072, 4096, 5120, 6144, 8192)
+GPU_BUCKETS = (
+    *(16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536),
+    *(2048, 2560, 3072, 4096, 5120, 6144, 8192),
+)
 # A CPU takes ten core-seconds to compile an unrolled body of 30 layers, so its ladder is short.
 CPU_BUCKETS = (16, 64, 256, 1024)
 

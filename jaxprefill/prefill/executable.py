@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.batch import Batch
-from jaxprefill.device_state import DeviceState
+from jaxprefill.device_state import DeviceState, StateShapes
 from jaxprefill.models.decoder import LayerInputs
 from jaxprefill.models.tree import Leaves
 from jaxprefill.prefill.buckets import ShapeKey
@@ -41,8 +41,8 @@ class PrefillExecutable:
         )
 
     @staticmethod
-    def job(name: str, body: Body, state: DeviceState) -> CompileJob:
-        """What must be compiled; `state` may be abstract."""
+    def job(name: str, body: Body, state: StateShapes) -> CompileJob:
+        """What must be compiled."""
         buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
         arguments = (state.leaves, state.pool, state.hidden, state.last_tokens, buffer)
         cost = body.layout.key.num_tokens * body.tree.config.num_layers
@@ -82,8 +82,8 @@ class LayerwiseExecutable:
         state.hidden = self._finish(state.leaves, state.hidden, rows)
 
     @staticmethod
-    def jobs(name: str, body: Body, state: DeviceState) -> tuple[CompileJob, ...]:
-        """The three executables; `state` may be abstract."""
+    def jobs(name: str, body: Body, state: StateShapes) -> tuple[CompileJob, ...]:
+        """The three executables."""
         config, tokens = body.tree.config, body.layout.key.num_tokens
         buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
         rows = jax.ShapeDtypeStruct((tokens, config.hidden_size), np.float32)

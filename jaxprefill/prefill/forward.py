@@ -28,16 +28,12 @@ class PassInputs(NamedTuple):
 
 def unpack(buffer: Int32[Array, " words"], layout: BufferLayout) -> PassInputs:
     """The fields of `padding.pad`'s buffer: static slices, no copy."""
-    fields = {
-        name: buffer[at].reshape(layout.shapes[name]) for name, at in layout.slices.items()
-    }
+    fields = {name: buffer[at].reshape(layout.shapes[name]) for name, at in layout.slices.items()}
     batch = RaggedBatch(**{name: fields[name] for name in RaggedBatch._fields})
     return PassInputs(fields["num_tokens"], fields["ids"], fields["positions"], batch)
 
 
-def resolve_ids(
-    ids: Int32[Array, " T"], last_tokens: Int32[Array, " C"]
-) -> Int32[Array, " T"]:
+def resolve_ids(ids: Int32[Array, " T"], last_tokens: Int32[Array, " C"]) -> Int32[Array, " T"]:
     """Ids with -(slot + 1) replaced by the last token sampled into that slot."""
     slots = jnp.clip(-ids - 1, 0, len(last_tokens) - 1)
     return jnp.where(ids < 0, last_tokens[slots], ids)

@@ -1,1 +1,1 @@
-"""From hidden rows to tokens and logprobs: the LM head and the sampler, in executables by row count."""
+"""From hidden rows to tokens and logprobs, in executables by row count."""

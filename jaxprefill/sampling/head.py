@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from jaxprefill.device_state import DeviceState
+from jaxprefill.device_state import StateShapes
 from jaxprefill.models.layers import linear
 from jaxprefill.prefill.compiler import CompileJob
 from jaxprefill.request import MAX_TOP_LOGPROBS
@@ -114,12 +114,12 @@ def history_row(
 
 def head_jobs(
     functions: HeadFunctions,
-    state: DeviceState,
+    state: StateShapes,
     *,
     sample_rows: tuple[int, ...],
     score_rows: tuple[int, ...],
 ) -> list[CompileJob]:
-    """Every head executable; `state` may be abstract."""
+    """Every head executable."""
     base, vocab = (state.head, state.hidden, state.last_tokens), state.head.shape[0]
 
     def words(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:

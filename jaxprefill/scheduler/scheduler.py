@@ -55,7 +55,8 @@ class Scheduler:
 
     def finish(self, state: RequestState) -> None:
         """Takes a request out, wherever it is; its pages may be given away at once, since the
-        device runs steps in order."""
+        device runs steps in order.
+        """
         if state.status is Status.RUNNING:
             self._running.remove(state)
             self._release(state)
@@ -82,9 +83,7 @@ class Scheduler:
         return Batch(rows=tuple(self._step(state) for state in decoding), is_decode=True)
 
     def _decodable(self) -> list[RequestState]:
-        return [
-            state for state in self._running if state.is_prefilled and state.has_more_to_sample
-        ]
+        return [state for state in self._running if state.is_prefilled and state.has_more_to_sample]
 
     def _can_ride(self, decoding: list[RequestState]) -> bool:
         limits = self._limits

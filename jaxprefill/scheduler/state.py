@@ -97,7 +97,8 @@ class RequestState:
 
     def _score_ids(self, start: int, end: int) -> tuple[int, tuple[int, ...]]:
         """The row at position p predicts token p + 1; a chunk's last row scores the next chunk's
-        first token, which the prompt already names."""
+        first token, which the prompt already names.
+        """
         if not self.request.wants_prompt_logprobs:
             return 0, ()
         first = max(start, self.num_scored - 1)

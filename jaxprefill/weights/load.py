@@ -1,5 +1,6 @@
 """Checkpoint tensors -> the model's leaves on the device. Names must match exactly."""
 
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -38,9 +39,7 @@ def _load_leaf(
     shapes = {part.shape[1:] if not fused.is_stacked else part.shape for part in parts}
     rows = len(parts) if fused.is_stacked else sum(len(part) for part in parts)
     if shapes != {shape.shape[1:]} or rows != shape.shape[0]:
-        found = ", ".join(
-            f"{n} {list(p.shape)}" for n, p in zip(fused.sources, parts, strict=True)
-        )
+        found = ", ".join(f"{n} {list(p.shape)}" for n, p in zip(fused.sources, parts, strict=True))
         raise CheckpointError(
             f"{checkpoint.name}: {path} must have shape {list(shape.shape)}, but is made of "
             f"{found}; the checkpoint does not match its own configuration"
@@ -59,7 +58,7 @@ def _check_names(checkpoint: Checkpoint, sources: dict[str, Fused]) -> None:
         )
 
 
-def _some(names: set[str], limit: int = 12) -> str:
+def _some(names: Set[str], limit: int = 12) -> str:
     shown = sorted(names)[:limit]
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(shown) or "none") + rest

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention.tiles import TileShape
@@ -31,7 +32,8 @@ NO_ROW = 2**31 - 1
 
 # One layer's attention: writes the new K and V into the pool [2, K, P, S, D], then attends.
 # (q [T, H, D], k [T, K, D], v [T, K, D], pool, batch, first_page) -> (out [T, H, D], pool);
-# first_page is where the layer's pages begin in the pool. The pool must be donated or dead.
+# first_page is where the layer's pages begin in the pool. The pool must be donated or dead; it
+# holds numbers, or bfloat16 by its bits (see `pool_dtype`).
 Attend = Callable[
     [
         Float[Array, "T H D"],
@@ -86,6 +88,29 @@ class AttentionBackend:
     make: Callable[[TileShape], Attend]
 
 
+def pool_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
+    """What a KV pool of `dtype` numbers is stored as.
+
+    XLA's CPU compiler moves bfloat16 rows by way of a float32 copy of the whole array, every
+    layer; the bits in uint16 it moves in place.
+    """
+    is_moved_as_float32 = platform == "cpu" and dtype == jnp.bfloat16
+    return jnp.dtype(jnp.uint16) if is_moved_as_float32 else dtype
+
+
+def as_numbers(stored: Shaped[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """A part of the pool as numbers."""
+    is_bits = stored.dtype == jnp.uint16
+    return lax.bitcast_convert_type(stored, jnp.bfloat16) if is_bits else stored
+
+
+def as_stored(numbers: Float[Array, "*shape"], dtype: jnp.dtype) -> Shaped[Array, "*shape"]:
+    """Numbers as a pool of `dtype` holds them."""
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(numbers.astype(jnp.bfloat16), jnp.uint16)
+    return numbers.astype(dtype)
+
+
 def write_kv(
     pool: Shaped[Array, "2 K P S D"],
     k: Float[Array, "T K D"],
@@ -95,6 +120,6 @@ def write_kv(
 ) -> Shaped[Array, "2 K P S D"]:
     """The pool with each token's K and V in its row; NO_ROW tokens are dropped."""
     num_pages, page_size = pool.shape[2:4]
-    page = jax.numpy.where(kv_rows == NO_ROW, num_pages, kv_rows // page_size + first_page)
-    new = jax.numpy.stack([k, v]).transpose(0, 2, 1, 3).astype(pool.dtype)  # [2, K, T, D]
+    page = jnp.where(kv_rows == NO_ROW, num_pages, kv_rows // page_size + first_page)
+    new = as_stored(jnp.stack([k, v]).transpose(0, 2, 1, 3), pool.dtype)  # [2, K, T, D]
     return pool.at[:, :, page, kv_rows % page_size].set(new, mode="drop")

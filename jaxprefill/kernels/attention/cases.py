@@ -1,6 +1,7 @@
 """Named batches that reference, kernels, tests and benchmarks share, and inputs made for them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,17 +70,14 @@ def make_inputs(
 ) -> AttentionInputs:
     """Random inputs; the requests' pages lie scattered over the second layer of the pool.
 
-    Args:
-        peaked: scale q and k so that few keys take the weight: a near-uniform mean hides errors.
+    `peaked` scales q and k so that few keys take the weight: a near-uniform mean hides errors.
     """
     rng = np.random.default_rng(seed)
     counts = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
     num_pages = sum(counts) + _NUM_SPARE_PAGES
     order: list[int] = rng.permutation(num_pages).tolist()
     ends = np.cumsum(counts, dtype=np.int64).tolist()
-    pages = tuple(
-        tuple(order[end - count : end]) for count, end in zip(counts, ends, strict=True)
-    )
+    pages = tuple(tuple(order[end - count : end]) for count, end in zip(counts, ends, strict=True))
     tiles = backend.tile_shape(
         case.num_tokens,
         case.num_slots,
@@ -139,22 +137,15 @@ def _filled(values: Int32[np.ndarray, " n"], length: int) -> Int32[np.ndarray, "
     return np.pad(values, (0, length - len(values)))
 
 
-def _prefill(name: str, *q_lens: int, prefix: int = 0, **sizes: int) -> AttentionCase:
+def _prefill(name: str, *q_lens: int, prefix: int = 0, **sizes: Any) -> AttentionCase:
     """Every request has `prefix` cached tokens."""
     kv_lens = tuple(prefix + q_len for q_len in q_lens)
     return AttentionCase(name=name, q_lens=q_lens, kv_lens=kv_lens, **sizes)
 
 
-def _decode(name: str, *kv_lens: int, num_slots: int, **sizes: int) -> AttentionCase:
-    return AttentionCase(
-        name=name,
-        q_lens=(1,) * len(kv_lens),
-        kv_lens=kv_lens,
-        num_tokens=num_slots,
-        num_slots=num_slots,
-        is_decode=True,
-        **sizes,
-    )
+def _decode(name: str, *kv_lens: int, num_slots: int, **sizes: Any) -> AttentionCase:
+    sizes |= {"num_tokens": num_slots, "num_slots": num_slots, "is_decode": True}
+    return AttentionCase(name=name, q_lens=(1,) * len(kv_lens), kv_lens=kv_lens, **sizes)
 
 
 CASES: tuple[AttentionCase, ...] = (

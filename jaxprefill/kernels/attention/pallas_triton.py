@@ -28,7 +28,6 @@ from jaxprefill.kernels.attention.api import (
     Attend,
     AttentionBackend,
     Capabilities,
-    RaggedBatch,
 )
 from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
 

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from jaxprefill.kernels.attention.api import as_numbers
+
 
 def reference_attention(
     q: Float[Array, "q H D"], keys: Float[Array, "k K D"], values: Float[Array, "k K D"]
@@ -21,8 +23,8 @@ def reference_attention(
 
 def read_pages(
     pool: Shaped[Array, "2 K P S D"], pages: list[int], kv_len: int
-) -> tuple[Shaped[Array, "k K D"], Shaped[Array, "k K D"]]:
+) -> tuple[Float[Array, "k K D"], Float[Array, "k K D"]]:
     """The first `kv_len` keys and values that a request's pages hold."""
-    rows = pool[:, :, np.asarray(pages, np.int32)]  # [2, K, W, S, D]
+    rows = as_numbers(pool[:, :, np.asarray(pages, np.int32)])  # [2, K, W, S, D]
     flat = rows.reshape(2, pool.shape[1], -1, pool.shape[-1]).transpose(0, 2, 1, 3)
     return flat[0, :kv_len], flat[1, :kv_len]

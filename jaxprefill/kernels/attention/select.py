@@ -7,9 +7,7 @@ from jaxprefill.kernels.attention.xla import XLA
 BACKENDS: tuple[AttentionBackend, ...] = (XLA,)
 
 
-def select_backend(
-    name: str, *, platform: str, dtype: str, page_size: int
-) -> AttentionBackend:
+def select_backend(name: str, *, platform: str, dtype: str, page_size: int) -> AttentionBackend:
     """The named backend, or with "auto" the first that fits.
 
     Raises:

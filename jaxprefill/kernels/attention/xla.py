@@ -17,12 +17,16 @@ from jaxprefill.kernels.attention.api import (
     AttentionBackend,
     Capabilities,
     RaggedBatch,
+    as_numbers,
     write_kv,
 )
 from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
 
 _MASKED = -1e30
 _MAX_BLOCK_K = 128
+
+# Running (max, sum, weighted values) of an online softmax, all float32.
+_Sums = tuple[Float[Array, "*batch q"], Float[Array, "*batch q"], Float[Array, "*batch q D"]]
 
 
 def _tile_shape(
@@ -42,7 +46,14 @@ def _tile_shape(
 def _make(shape: TileShape) -> Attend:
     attend = _decode if shape.tile_q == 1 else _prefill
 
-    def write_and_attend(q, k, v, pool, batch, first_page):  # pyright: ignore
+    def write_and_attend(
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T K D"],
+        v: Float[Array, "T K D"],
+        pool: Shaped[Array, "2 K P S D"],
+        batch: RaggedBatch,
+        first_page: Int32[Array, ""],
+    ) -> tuple[Float[Array, "T H D"], Shaped[Array, "2 K P S D"]]:
         pool = write_kv(pool, k, v, batch.kv_rows, first_page)
         return attend(q, pool, batch, first_page, shape).astype(q.dtype), pool
 
@@ -66,18 +77,19 @@ def _prefill(
     token = start[:, None] + jnp.arange(tile_q)  # [N, tile_q], from the request's first new one
     rows = batch.q_starts[slot][:, None] + token
     tiles = q[jnp.clip(rows, 0, num_tokens - 1)].astype(jnp.float32) * dim**-0.5
-    tiles = tiles.reshape(num_tiles, tile_q, kv_heads, group, dim)
+    tiles = tiles.astype(q.dtype).reshape(num_tiles, tile_q, kv_heads, group, dim)
     tiles = tiles.transpose(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads, group * tile_q, dim)
-    tiles = tiles.astype(pool.dtype)
     last_key = jnp.minimum(prefix[:, None] + token, limit[:, None] - 1)
     last_key = jnp.tile(last_key, (1, group))  # [N, G * tile_q]
 
-    def step(carry):  # pyright: ignore
+    def step(
+        carry: tuple[Array, Array, Array, Array, Array, Array],
+    ) -> tuple[Array, Array, Array, Array, Array, Array]:
         tile, block, out, top, total, acc = carry
         key = block * block_k + jnp.arange(block_k)
         pages = _block_pages(batch.page_table, slot[tile], block, shape, pool) + first_page
-        keys = pool[0][:, pages].reshape(kv_heads, block_k, dim)
-        values = pool[1][:, pages].reshape(kv_heads, block_k, dim)
+        keys = as_numbers(pool[0][:, pages]).reshape(kv_heads, block_k, dim)
+        values = as_numbers(pool[1][:, pages]).reshape(kv_heads, block_k, dim)
         values = jnp.where((key < limit[tile])[:, None], values, 0)  # a stale NaN must not leak
         visible = key <= last_key[tile][:, None]
         is_first = block == 0
@@ -111,8 +123,9 @@ def _untile(
     """Tile rows back in token order; padding tokens get zeros."""
     home = jnp.where(is_live, rows, num_tokens)
     source = jnp.full((num_tokens,), len(out), jnp.int32)
-    source = source.at[home].set(jnp.arange(len(out), dtype=jnp.int32).reshape(rows.shape),
-                                 mode="drop")
+    source = source.at[home].set(
+        jnp.arange(len(out), dtype=jnp.int32).reshape(rows.shape), mode="drop"
+    )
     return jnp.take(out, source, axis=0, mode="fill", fill_value=0)
 
 
@@ -126,15 +139,18 @@ def _decode(
     num_slots, num_heads, dim = q.shape
     kv_heads, block_k = pool.shape[1], shape.block_k
     pages_per_block = block_k // pool.shape[3]
-    queries = (q.astype(jnp.float32) * dim**-0.5).astype(pool.dtype)
+    queries = (q.astype(jnp.float32) * dim**-0.5).astype(q.dtype)
     queries = queries.reshape(num_slots, kv_heads, -1, dim).transpose(1, 0, 2, 3)  # [K, R, G, D]
 
-    def step(block, carry):  # pyright: ignore
+    def step(block: Int32[Array, ""], carry: _Sums) -> _Sums:
         start = (jnp.int32(0), block * pages_per_block)
-        pages = lax.dynamic_slice(batch.page_table, start, (num_slots, pages_per_block))
+        pages = (
+            lax.dynamic_slice(batch.page_table, start, (num_slots, pages_per_block)) + first_page
+        )
         seen = block * block_k + jnp.arange(block_k) < batch.kv_lens[:, None]  # [R, block_k]
-        keys = pool[0][:, pages + first_page].reshape(kv_heads, num_slots, block_k, dim)
-        values = pool[1][:, pages + first_page].reshape(kv_heads, num_slots, block_k, dim)
+        keys, values = as_numbers(pool[0][:, pages]), as_numbers(pool[1][:, pages])
+        keys = keys.reshape(kv_heads, num_slots, block_k, dim)
+        values = values.reshape(kv_heads, num_slots, block_k, dim)
         values = jnp.where(seen[..., None], values, 0)
         return _online_softmax(queries, keys, values, seen[:, None], carry)
 
@@ -162,10 +178,10 @@ def _online_softmax(
     keys: Shaped[Array, "*batch k D"],
     values: Shaped[Array, "*batch k D"],
     visible: Shaped[Array, "..."],
-    carry: tuple[Float[Array, "*batch q"], Float[Array, "*batch q"], Float[Array, "*batch q D"]],
-) -> tuple[Float[Array, "*batch q"], Float[Array, "*batch q"], Float[Array, "*batch q D"]]:
-    """One block of keys folded into running (max, sum, weighted values), all float32."""
-    top, total, acc = carry
+    sums: _Sums,
+) -> _Sums:
+    """`sums` with one more block of keys folded in."""
+    top, total, acc = sums
     batch = tuple(range(queries.ndim - 2))
     dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
     last = queries.ndim - 1
