@@ -97,8 +97,10 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
 
 
 def warm_up(core: EngineCore, plan: EnginePlan) -> None:
-    """Runs executables on empty batches: on a GPU each three times, since the first call may run
-    op by op and the graph is recorded on the next; on a CPU the small ones, to show faults.
+    """Runs executables on empty batches.
+
+    On a GPU each three times: the first call may run op by op, and the graph is recorded on the
+    next. On a CPU the small ones once, to show faults.
     """
     is_cpu = plan.device.platform == "cpu"
     for _ in range(1 if is_cpu else 3):

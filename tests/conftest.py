@@ -1,4 +1,4 @@
-"""Shared fixtures: a tiny random model, engines compiled once, and the demo model where it can be had."""
+"""Shared fixtures: a tiny model, engines compiled once, the demo model where it can be had."""
 
 import os
 import tempfile

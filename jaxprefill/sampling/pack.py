@@ -50,11 +50,11 @@ def pack_rows(
     floats[:] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
     for line, (row, slot, spec) in enumerate(rows):
         params = spec.params
-        seed = np.array([spec.seed & 0xFFFFFFFF, spec.seed >> 32], np.uint32).view(np.int32)
+        seed = np.array([spec.seed & (2**64 - 1)], np.uint64).view(np.int32)  # low, high
         buffer[line, : len(INT_FIELDS)] = (
             row,
             slot,
-            max(params.top_k, 0),
+            min(max(params.top_k, 0), 2**31 - 1),
             seed[0],
             seed[1],
             spec.position,

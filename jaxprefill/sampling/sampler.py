@@ -4,6 +4,7 @@ Filters work by searching a threshold instead of sorting: 32 halvings over the o
 integer form of float32 find it exactly, and 32 passes over [rows, V] cost less than one sort.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -76,6 +77,7 @@ def keep_top_k(logits: Float32[Array, "r V"], k: Int32[Array, " r"]) -> Float32[
 def keep_top_p(logits: Float32[Array, "r V"], p: Float32[Array, " r"]) -> Float32[Array, "r V"]:
     """The smallest set of most likely tokens whose probability reaches p (arXiv 1904.09751)."""
     ordered = _ordered(logits)
+    p = jnp.maximum(p, jnp.finfo(jnp.float32).tiny)  # 0 would keep nothing
     probability = jax.nn.softmax(logits, axis=-1)
 
     def holds(threshold: Int32[Array, " r"]) -> Bool[Array, " r"]:
@@ -99,6 +101,8 @@ def choose(logits: Float32[Array, "r V"], params: RowParams) -> Int32[Array, " r
     """
     greedy = jnp.argmax(logits, axis=-1)
     is_greedy = params.temperature == 0
+    top = logits.max(-1, keepdims=True)
+    logits = logits - jnp.where(jnp.isfinite(top), top, 0)  # dividing cannot overflow, nor round
     scaled = logits / jnp.where(is_greedy, 1, jnp.maximum(params.temperature, 1e-5))[:, None]
     kept = keep_top_k(scaled, params.top_k)
     kept = keep_min_p(keep_top_p(kept, params.top_p), params.min_p)
@@ -118,12 +122,14 @@ def _noise(params: RowParams, vocab_size: int) -> Float32[Array, "r V"]:
 
 
 def _ordered(x: Float32[Array, "r V"]) -> Int32[Array, "r V"]:
-    """Integers in the same order as the floats."""
+    """Integers in the same order as the floats; both zeros are 0."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return jnp.where(bits < 0, -(2**31) - bits, bits)
 
 
-def _largest(holds, num_rows: int) -> Int32[Array, " r"]:  # pyright: ignore
+def _largest(
+    holds: Callable[[Int32[Array, " r"]], Bool[Array, " r"]], num_rows: int
+) -> Int32[Array, " r"]:
     """The largest int32 per row for which the decreasing predicate `holds` is true."""
 
     def halve(index: Array, found: Int32[Array, " r"]) -> Int32[Array, " r"]:

@@ -54,8 +54,9 @@ class Scheduler:
         self._waiting.append(state)
 
     def finish(self, state: RequestState) -> None:
-        """Takes a request out, wherever it is; its pages may be given away at once, since the
-        device runs steps in order.
+        """Takes a request out, wherever it is.
+
+        Its pages may be given away at once: the device runs steps in order.
         """
         if state.status is Status.RUNNING:
             self._running.remove(state)

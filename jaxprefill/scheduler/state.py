@@ -96,8 +96,9 @@ class RequestState:
         )
 
     def _score_ids(self, start: int, end: int) -> tuple[int, tuple[int, ...]]:
-        """The row at position p predicts token p + 1; a chunk's last row scores the next chunk's
-        first token, which the prompt already names.
+        """What the new tokens score: the row at position p predicts token p + 1.
+
+        A chunk's last row scores the next chunk's first token, which the prompt already names.
         """
         if not self.request.wants_prompt_logprobs:
             return 0, ()
