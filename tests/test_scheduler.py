@@ -106,6 +106,21 @@ def test_a_seventeenth_short_request_waits_instead_of_falling_back():
     assert shape(sim.step()) == [("c", 2)]
 
 
+def test_where_padding_would_be_large_a_step_is_cut_to_the_bucket_below():
+    sim = Simulation(buckets=(2, 4, 16), split_above=1.5)
+    sim.add("a", 5, 1)
+    assert [shape(sim.step()) for _ in range(2)] == [[("a", 4)], [("a", 1)]]
+    sim.run()
+    sim.add("b", 12, 1)
+    assert shape(sim.step()) == [("b", 12)]
+
+
+def test_without_a_split_factor_a_step_is_padded_up():
+    sim = Simulation(buckets=(2, 4, 16))
+    sim.add("a", 5, 1)
+    assert shape(sim.step()) == [("a", 5)]
+
+
 def test_a_long_prompt_is_chunked_and_samples_only_at_its_end():
     sim = Simulation()
     sim.add("a", 40, 1)
@@ -229,7 +244,9 @@ jobs = st.lists(
 @settings(deadline=None, max_examples=150)
 @given(jobs, st.integers(14, 40), st.integers(1, 4), st.sampled_from([8, 30, 256]), st.randoms())
 def test_any_mix_finishes_and_leaks_nothing(jobs, num_pages, slots, prefill_context, random):
-    sim = Simulation(num_pages=num_pages, max_batch_requests=slots, prefill_context=prefill_context)
+    split = random.choice([1.0, 1.5, 100.0])
+    sim = Simulation(num_pages=num_pages, max_batch_requests=slots,
+                     prefill_context=prefill_context, buckets=(2, 4, 16), split_above=split)
     waiting = list(enumerate(jobs))
     while waiting or any(s.status is not Status.FINISHED for s in sim.states.values()):
         while waiting and random.random() < 0.5:

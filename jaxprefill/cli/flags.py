@@ -4,6 +4,7 @@ A flag that is not given leaves no attribute, so every default but one stays whe
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -82,11 +83,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         if bool in kinds:
             group.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)
             continue
-        is_plain = int in kinds or float in kinds
+        is_repeatable = item.name in _REPEATABLE
         group.add_argument(
             name,
-            action="store" if is_plain else "append",
-            type=_number_type(item.name, is_int=int in kinds),
+            action="append" if is_repeatable else "store",
+            type=_REPEATABLE[item.name] if is_repeatable else int if int in kinds else float,
             default=argparse.SUPPRESS,
             metavar=metavar,
             help=text,
@@ -112,11 +113,6 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def _number_type(name: str, *, is_int: bool) -> Any:
-    special: dict[str, Any] = {"stop": str, "stop_token_ids": int, "logit_bias": _bias}
-    return special.get(name, int if is_int else float)
-
-
 def _bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
     try:
@@ -125,6 +121,14 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(
             f"must be a token id and a number, such as 42=-100, got {text!r}"
         ) from None
+
+
+# Fields of several values: the type of each; the other fields are numbers and booleans.
+_REPEATABLE: dict[str, Callable[[str], Any]] = {
+    "stop": str,
+    "stop_token_ids": int,
+    "logit_bias": _bias,
+}
 
 
 def _help(text: str, item: "Field[Any]") -> str:

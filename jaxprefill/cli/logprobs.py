@@ -74,11 +74,12 @@ def _print(scored: Sequence[ScoredPrompt], *, is_json: bool) -> None:
         if is_json:
             emit_json(_as_json(one))
             continue
-        emit("\n" if number > 1 else "")
+        if len(scored) > 1:
+            before = "\n" if number > 1 else ""
+            emit(f"{before}--- prompt {number} of {len(scored)} ---\n")
         emit_table(
             (">#", ">id", "token", ">logprob"),
             [_row(one, at) for at in range(len(one.token_ids))],
-            title=f"prompt {number} of {len(scored)}" if len(scored) > 1 else None,
         )
         emit(_totals(one) + "\n")
 

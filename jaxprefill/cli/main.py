@@ -4,13 +4,12 @@ Imports no jax, so that --help and --version are quick.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from jaxprefill import __version__
 from jaxprefill.cli import generate, logprobs, models
 from jaxprefill.cli.command import Command
-from jaxprefill.cli.streams import discard_stdout, logging_to_stderr, note, prepare_streams
+from jaxprefill.cli.streams import discard_stdout, emit, logging_to_stderr, note, prepare_streams
 from jaxprefill.errors import ConfigError, JaxPrefillError, RequestError
 
 COMMANDS: tuple[Command, ...] = (generate.COMMAND, logprobs.COMMAND, models.COMMAND)
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_streams()
     try:
         status = _run(argv)
-        sys.stdout.flush()
+        emit("")  # flushes what argparse wrote
         return status
     except (ConfigError, RequestError) as error:
         return _fail(error, USAGE_ERROR)

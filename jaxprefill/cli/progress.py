@@ -50,6 +50,8 @@ def _bar(console: Console, *, is_early: bool) -> Generator[OnCompiled]:
     def on_compiled(record: ExecutableRecord, total: int) -> None:
         progress.start()  # does nothing the second time
         progress.update(task, advance=1, total=total, description=_describe(record))
+        if progress.finished:
+            progress.update(task, description="reading weights, warming up")
 
     if is_early:
         progress.start()

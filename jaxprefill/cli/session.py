@@ -56,7 +56,7 @@ class Stopwatch:
         """One line: tokens, seconds, passes by path, fallbacks by reason."""
         seconds = time.perf_counter() - self._began
         after = self._engine.stats()
-        tokens = f"{num_prompt_tokens} prompt tokens"
+        tokens = f"tokens: {num_prompt_tokens} prompt"
         if num_generated_tokens:
             tokens += f", {num_generated_tokens} generated"
         passes, fallbacks = (

@@ -12,11 +12,9 @@ from jaxprefill.cli.streams import emit
 _UNLIMITED_WIDTH = 1000
 
 
-def emit_table(
-    columns: Iterable[str], rows: Iterable[Iterable[str]], *, title: str | None = None
-) -> None:
+def emit_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Writes rows under column names; a name that starts with ">" aligns its column right."""
-    table = Table(title=Text(title) if title else None, title_justify="left")
+    table = Table()
     for name in columns:
         table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left")
     for row in rows:

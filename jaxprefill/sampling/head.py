@@ -143,9 +143,7 @@ def head_jobs(
     return jobs
 
 
-def _logprob_of(
-    logits: Float32[Array, "r V"], ids: Int32[Array, " r"]
-) -> Float32[Array, " r"]:
+def _logprob_of(logits: Float32[Array, "r V"], ids: Int32[Array, " r"]) -> Float32[Array, " r"]:
     chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 

@@ -9,8 +9,16 @@ from jaxtyping import Int32
 from jaxprefill.batch import SampleSpec
 
 # Words of a row; floats are stored by their bits.
-INT_FIELDS = ("row", "slot", "top_k", "seed_low", "seed_high", "position", "has_history",
-              "has_bias")
+INT_FIELDS = (
+    "row",
+    "slot",
+    "top_k",
+    "seed_low",
+    "seed_high",
+    "position",
+    "has_history",
+    "has_bias",
+)
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 NUM_WORDS = len(INT_FIELDS) + len(FLOAT_FIELDS)
 

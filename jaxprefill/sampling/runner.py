@@ -149,9 +149,7 @@ class PendingTokens(NamedTuple):
                 int(line[0]),
                 float(values[1]),
                 dict(
-                    zip(
-                        line[2 : 2 + num_top].tolist(), values[2 + num_top :].tolist(), strict=True
-                    )
+                    zip(line[2 : 2 + num_top].tolist(), values[2 + num_top :].tolist(), strict=True)
                 ),
             )
             for line, values in zip(words, floats, strict=True)

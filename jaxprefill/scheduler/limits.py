@@ -1,5 +1,6 @@
 """The sizes that a batch must keep to."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -13,6 +14,10 @@ class SchedulerLimits:
         max_running: requests that hold a slot at once.
         prefill_context: longest context a prefill executable takes; longer rows go together.
         context_length: longest prompt plus output.
+        buckets: token counts of the prefill executables, ascending.
+        split_above: where padding a step up would exceed this factor, the step is cut down to
+            the bucket below and the rest follows. Pays where time grows with tokens (a CPU), not
+            where a small step costs the same as a tiny one (a GPU).
     """
 
     max_batch_tokens: int
@@ -20,3 +25,14 @@ class SchedulerLimits:
     max_running: int
     prefill_context: int
     context_length: int
+    buckets: tuple[int, ...] = ()
+    split_above: float = math.inf
+
+    def step_tokens(self, wanted: int) -> int:
+        """Tokens to compute in a step when this many are there to be computed."""
+        wanted = min(wanted, self.max_batch_tokens)
+        above = [bucket for bucket in self.buckets if bucket >= wanted]
+        below = [bucket for bucket in self.buckets if bucket <= wanted]
+        if above and below and above[0] > self.split_above * wanted:
+            return below[-1]
+        return wanted

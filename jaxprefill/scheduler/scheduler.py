@@ -6,6 +6,7 @@ Where the prefill executables cannot take the decode rows (slots, context), the 
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.cache.pages import PageAllocator
@@ -109,13 +110,13 @@ class Scheduler:
 
     def _prefill_rows(self, riding: list[RequestState]) -> list[BatchRow]:
         """Chunks of running and newly admitted prompts, in order, within tokens and slots."""
-        budget = self._limits.max_batch_tokens - len(riding)
         room = self._limits.max_batch_requests - len(riding)
+        budget = self._limits.step_tokens(len(riding) + self._num_wanted(room)) - len(riding)
         # Contexts beyond the executables' go together, so that they drag no others along.
         is_long: bool | None = None
         rows: list[BatchRow] = []
         for state in self._prefillable():
-            if budget == 0 or room == 0:
+            if budget <= 0 or room == 0:
                 break
             chunk = min(state.target - state.num_computed, budget)
             is_this_long = state.num_computed + chunk > self._limits.prefill_context
@@ -132,6 +133,12 @@ class Scheduler:
             self._mark_dispatched(state, rows[-1])
             budget, room = budget - chunk, room - 1
         return rows
+
+    def _num_wanted(self, room: int) -> int:
+        """Prompt tokens that the next requests, at most `room`, have yet to compute."""
+        return sum(
+            state.target - state.num_computed for state in islice(self._prefillable(), room)
+        )
 
     def _prefillable(self) -> Iterable[RequestState]:
         yield from [state for state in self._running if not state.is_prefilled]

@@ -1,0 +1,98 @@
+"""Start-up and latency of the demo model on this machine, each path in the same run.
+
+    python benchmarks/first_light.py [--json OUT.json]
+
+Prints seconds to the first token for a cold and a warm start (fresh processes, the model already
+fetched), then milliseconds of one prompt by path and length, and of a decode step by requests.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxprefill import Engine, SamplingParams, __version__
+
+LENGTHS = (5, 30, 60, 200, 1000)
+ONE = SamplingParams(max_tokens=1, temperature=0)
+
+
+def start_up(cache: str) -> float:
+    """Seconds from command to first token in a new process."""
+    command = [sys.executable, "-m", "jaxprefill.cli.main", "generate", "--quiet"]
+    command += ["--compile-cache", cache, "--prompt", "The capital of France is"]
+    began = time.perf_counter()
+    subprocess.run([*command, "--max-tokens", "1"], check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def timed(call, runs: int) -> float:
+    """Median milliseconds of `call`, after one that is not counted."""
+    call()
+    times = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def prefill_rows(engine: Engine, path: str, runs: int):
+    """One prompt of each length, one token generated."""
+    rng = np.random.default_rng(0)
+    for length in LENGTHS:
+        prompt = rng.integers(5, 40000, length).tolist()
+        ms = timed(lambda prompt=prompt: engine.generate([prompt], ONE), runs)
+        yield {"what": "prefill", "path": path, "tokens": length, "ms": round(ms, 1)}
+
+
+def decode_rows(engine: Engine):
+    """Milliseconds a step when this many requests generate at once."""
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 17)]
+    for requests in (1, 16):
+        prompts = [[504, 3575, 282, 4649, 314]] * requests
+        short, long = (timed(lambda p=p: engine.generate(prompts, p), 3) for p in params)
+        ms = (long - short) / 16
+        yield {"what": "decode", "path": "decode", "requests": requests, "ms": round(ms, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as cache:
+        for start in ("cold", "warm"):
+            rows.append({"what": "start", "path": start, "s": round(start_up(cache), 1)})
+            print(rows[-1], flush=True)
+        for path in ("full", "layerwise", "eager"):
+            with Engine(prefill_backend=path, compile_cache=cache) as engine:
+                found = list(prefill_rows(engine, path, args.runs))
+                found += list(decode_rows(engine)) if path == "full" else []
+                for row in found:
+                    print(row, flush=True)
+                rows += found
+    meta = {
+        "command": " ".join(["python", *sys.argv]),
+        "versions": {"jaxprefill": __version__, "jax": jax.__version__,
+                     "python": platform.python_version()},
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if args.json:
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

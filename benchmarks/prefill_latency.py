@@ -1,0 +1,340 @@
+"""Latency of prefill and decode steps: body + greedy head, host metadata included.
+
+    python -m benchmarks.prefill_latency --shape qwen3-8b      on a GPU
+    python -m benchmarks.prefill_latency --tiny                on a CPU, in seconds
+
+A case is tokens x requests + cached prefix ("30x1+4096"), or d + slots + prefix for a decode step
+("d16+512"). One JSON file under results/, one table on the terminal.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import graphs
+
+if TYPE_CHECKING:
+    from benchmarks.rig import Rig, RigSizes
+    from jaxprefill.batch import Batch
+    from jaxprefill.prefill.buckets import ShapeKey
+
+PATHS = ("full", "layerwise", "eager")
+GPU_CASES = (
+    "16x1,32x1,32x16,64x1,128x1,256x1,512x1,2048x1,2048x16,8192x1,30x1,30x1+4096,"
+    "d1+512,d16+512,d64+512"
+)
+TINY_CASES = "16x1,30x4+32,64x1,d4+32"
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`num_tokens` new tokens of `num_requests`, each behind `prefix` cached ones."""
+
+    num_tokens: int
+    num_requests: int
+    prefix: int
+    is_decode: bool
+
+    @staticmethod
+    def parse(text: str) -> "Case":
+        """From "30x1+4096" or "d16+512"."""
+        body, _, prefix = text.strip().partition("+")
+        if body.startswith("d"):
+            slots = int(body[1:])
+            return Case(slots, slots, int(prefix or 0), True)
+        tokens, _, requests = body.partition("x")
+        return Case(int(tokens), int(requests or 1), int(prefix or 0), False)
+
+    def lens(self) -> list[int]:
+        """New tokens of each request, as even as can be."""
+        share, extra = divmod(self.num_tokens, self.num_requests)
+        return [share + (index < extra) for index in range(self.num_requests)]
+
+
+def main() -> None:
+    """See the module's docstring."""
+    args = parse_args()
+    if graphs.CHILD_FLAG in sys.argv:
+        mix_executables(args)
+        return
+    counted: dict[str, Any] = {}
+    if args.graphs:
+        counted = graphs.count_graphs(args.graphs_timeout)
+        print("graphs", json.dumps(counted)[:1500], flush=True)
+    rig = build(args)
+    rows = measure_cases(rig, args)
+    report = {"meta": describe(rig, args) | {"graphs": counted}, "rows": rows}
+    out = Path(args.out or RESULTS / f"prefill_latency_{args.shape}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1))
+    print_table(report)
+    if args.peer:
+        run_peer(args)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="qwen3-8b", choices=("qwen3-8b", "qwen3-0.6b", "tiny"))
+    parser.add_argument("--tiny", action="store_true", help="the tiny shape, few repeats")
+    parser.add_argument("--cases", default="", help="e.g. 16x1,30x1+4096,d16+512")
+    parser.add_argument("--paths", default=",".join(PATHS), help="of full, layerwise, eager")
+    parser.add_argument("--slots", type=int, default=16, help="request slots of a prefill bucket")
+    parser.add_argument("--max-context", type=int, default=8192)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--pool-tokens", type=int, default=131072)
+    parser.add_argument("--attention", default="auto", help="attention backend")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=8, help="compile threads")
+    parser.add_argument("--graphs", action="store_true", help="count graphs in a child (GPU)")
+    parser.add_argument("--graphs-timeout", type=float, default=150.0)
+    parser.add_argument("--budget", type=float, default=1e9, help="start no case after, seconds")
+    parser.add_argument("--peer", action="store_true", help="also run peers/torch_prefill.py")
+    parser.add_argument("--out", default="")
+    parser.add_argument(graphs.CHILD_FLAG, action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.started = time.perf_counter()
+    if args.tiny or args.shape == "tiny":
+        args.tiny, args.shape, args.pool_tokens, args.repeats = True, "tiny", 4096, 5
+        args.slots, args.max_context = 4, 256
+    args.cases = args.cases or (TINY_CASES if args.tiny else GPU_CASES)
+    return args
+
+
+def build(args: argparse.Namespace, wanted: "set[tuple[str, ShapeKey]] | None" = None) -> "Rig":
+    """The rig with every executable that the cases need, compiled and warm."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.rig import RigSizes, compile_paths, make_rig
+    from jaxprefill.kernels.attention import select_backend
+
+    dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    backend = select_backend(
+        args.attention, platform=jax.default_backend(), dtype=dtype.name, page_size=args.page_size
+    )
+    cases = [Case.parse(text) for text in args.cases.split(",")]
+    sizes = RigSizes(
+        model=args.shape, num_slots=args.slots, max_context=args.max_context,
+        page_size=args.page_size, pool_tokens=args.pool_tokens, num_threads=args.threads,
+        max_tokens=max(64, *(case.num_tokens for case in cases)),
+    )  # fmt: skip
+    rig = make_rig(sizes, backend, dtype)
+    if wanted is None:
+        wanted = {(path, key_of(case, path, sizes)) for case in cases for path in paths(case, args)}
+    compile_paths(rig, wanted)
+    warm(rig)
+    return rig
+
+
+def paths(case: Case, args: argparse.Namespace) -> list[str]:
+    """The paths a case is measured on."""
+    return ["decode"] if case.is_decode else args.paths.split(",")
+
+
+def key_of(case: Case, path: str, sizes: "RigSizes") -> "ShapeKey":
+    """The executable the project would choose."""
+    from jaxprefill.prefill.buckets import GPU_BUCKETS, ShapeKey, coarse_buckets
+
+    if case.is_decode:
+        return ShapeKey(case.num_tokens, case.num_tokens, sizes.max_context)
+    ladder = coarse_buckets(sizes.max_tokens) if path == "eager" else GPU_BUCKETS
+    bucket = min(count for count in ladder if count >= case.num_tokens)
+    return ShapeKey(bucket, sizes.num_slots, sizes.max_context)
+
+
+def warm(rig: "Rig") -> None:
+    """Three calls of everything on an empty batch: the graph is recorded on the second."""
+    import jax
+
+    from benchmarks.rig import run_head
+    from jaxprefill.batch import Batch
+
+    for path, key in (*rig.executables,) * 3:
+        rig.executables[path, key].run(rig.state, Batch(rows=(), is_decode=path == "decode"))
+    for rows in (*rig.heads,) * 3:
+        run_head_rows = Batch(rows=(), is_decode=False)
+        jax.block_until_ready(run_head(rig, run_head_rows))
+        del rows
+    jax.block_until_ready(rig.state.hidden)
+
+
+def measure_cases(rig: "Rig", args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a (case, path); a line is printed as each is done."""
+    from benchmarks.rig import make_batch
+
+    rows: list[dict[str, Any]] = []
+    for text in args.cases.split(","):
+        case = Case.parse(text)
+        batch = make_batch(rig, case.lens(), case.prefix, is_decode=case.is_decode)
+        for path in paths(case, args):
+            if time.perf_counter() - args.started > args.budget:
+                print(f"out of time before {text} {path}", flush=True)
+                continue
+            key = key_of(case, path, rig.sizes)
+            row = asdict(case) | {"path": path, "key": str(key)}
+            row |= measure(rig, path, key, batch, args.repeats)
+            rows.append(row | {"temp_bytes": rig.temp_bytes[path, key]})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def measure(
+    rig: "Rig", path: str, key: "ShapeKey", batch: "Batch", repeats: int
+) -> dict[str, float]:
+    """Medians in milliseconds."""
+    import jax
+    import numpy as np
+
+    from benchmarks.rig import step
+
+    samples: dict[str, list[float]] = {"dispatch_ms": [], "wall_ms": [], "value_ms": []}
+    for index in range(2 * repeats + 6):
+        begun = time.perf_counter()
+        out = step(rig, path, key, batch)
+        dispatched = time.perf_counter()
+        if index % 2:
+            np.asarray(out)
+        else:
+            jax.block_until_ready((rig.state.hidden, rig.state.pool, out))
+        done = time.perf_counter()
+        if index >= 6:
+            samples["value_ms" if index % 2 else "wall_ms"].append(done - begun)
+            samples["dispatch_ms"].append(dispatched - begun)
+    result = {name: round(statistics.median(s) * 1e3, 3) for name, s in samples.items()}
+    result["wall_min_ms"] = round(min(samples["wall_ms"]) * 1e3, 3)
+    result["back_to_back_ms"] = in_a_row(lambda: step(rig, path, key, batch), repeats)
+    run = rig.executables[path, key].run
+
+    def body() -> Any:
+        run(rig.state, batch)
+        return rig.state.hidden
+
+    return result | {"body_back_to_back_ms": in_a_row(body, repeats)}
+
+
+def in_a_row(call: Any, repeats: int) -> float:
+    """Milliseconds a call when none is awaited but the last."""
+    import jax
+
+    rounds: list[float] = []
+    for _ in range(3):
+        jax.block_until_ready(call())
+        begun = time.perf_counter()
+        for _ in range(repeats - 1):
+            call()
+        jax.block_until_ready(call())
+        rounds.append((time.perf_counter() - begun) / repeats)
+    return round(min(rounds) * 1e3, 3)
+
+
+def weight_stream(rig: "Rig") -> dict[str, float]:
+    """The floor: a read-only pass over the body's weights, and the rate it reached."""
+    import jax
+    import jax.numpy as jnp
+
+    tables = ("embedding", "head", "norms")
+    body = [
+        leaf
+        for path, leaf in zip(rig.tree.paths, rig.state.leaves, strict=True)
+        if path not in tables
+    ]
+
+    def total(leaves: list[jax.Array]) -> jax.Array:
+        return jnp.stack([jnp.sum(leaf, dtype=jnp.float32) for leaf in leaves])
+
+    summed = jax.jit(total).lower(body).compile(compiler_options=rig.options)
+    time_ms = in_a_row(lambda: summed(body), 10)
+    size, head = sum(leaf.nbytes for leaf in body), rig.state.head.nbytes
+    rate = size / time_ms * 1e3
+    return {
+        "body_bytes": size,
+        "head_bytes": head,
+        "read_bytes_per_s": round(rate),
+        "body_floor_ms": round(time_ms, 3),
+        "body_and_head_floor_ms": round((size + head) / rate * 1e3, 3),
+    }
+
+
+def mix_executables(args: argparse.Namespace) -> None:
+    """What the child runs: a few bodies and heads in random order, log lines kept apart by marks."""
+    import jax
+    import numpy as np
+
+    from benchmarks.rig import make_batch, step
+
+    rig = build(args, wanted=_mix_keys(args))
+    rng = np.random.default_rng(1)
+    keys = list(rig.executables)
+    for index in range(8 + 100):
+        if index == 8:
+            print("graphs-mix-begins", file=sys.stderr, flush=True)
+        path, key = keys[index % len(keys) if index < 8 else rng.integers(len(keys))]
+        count = int(rng.integers(1, min(key.num_slots, key.num_tokens, 16) + 1))
+        lens = [1] * count if path == "decode" else [key.num_tokens // count] * count
+        batch = make_batch(rig, lens, 16, is_decode=path == "decode", seed=index)
+        jax.block_until_ready(step(rig, path, key, batch))
+
+
+def _mix_keys(args: argparse.Namespace) -> "set[tuple[str, ShapeKey]]":
+    from jaxprefill.prefill.buckets import ShapeKey
+
+    shapes = [("full", 16, args.slots), ("full", 64, args.slots), ("full", 256, args.slots)]
+    shapes.append(("decode", 16, 16))
+    return {(path, ShapeKey(tokens, slots, args.max_context)) for path, tokens, slots in shapes}
+
+
+def describe(rig: "Rig", args: argparse.Namespace) -> dict[str, Any]:
+    """Machine, versions, options and floor."""
+    import jax
+    import jaxlib
+
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "command": " ".join(sys.orig_argv),
+        "device": jax.devices()[0].device_kind,
+        "platform_version": jax.devices()[0].client.platform_version,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "python": sys.version.split()[0],
+        "model": asdict(rig.config),
+        "note": "random weights; the Llama module, so without Qwen3's q/k norms",
+        "dtype": rig.dtype.name,
+        "attention": rig.backend.name,
+        "sizes": asdict(rig.sizes),
+        "repeats": args.repeats,
+        "compile_s": {name: round(s, 2) for name, s in rig.compile_s.items()},
+        "num_leaves": len(rig.state.leaves),
+        "bytes_in_use": stats.get("bytes_in_use"),
+        "floor": weight_stream(rig),
+    }
+
+
+def print_table(report: dict[str, Any]) -> None:
+    meta = report["meta"]
+    print(f"\n{meta['device']}, jax {meta['jax']}, {meta['attention']}, floor {meta['floor']}")
+    names = ("wall_ms", "value_ms", "dispatch_ms", "back_to_back_ms", "body_back_to_back_ms")
+    print(f"{'tokens':>7}{'reqs':>5}{'prefix':>7}  {'path':10}", *(f"{n:>21}" for n in names))
+    for row in report["rows"]:
+        head = f"{row['num_tokens']:7}{row['num_requests']:5}{row['prefix']:7}  {row['path']:10}"
+        print(head, *(f"{row[name]:21.3f}" for name in names), f"  temp {row['temp_bytes']}")
+
+
+def run_peer(args: argparse.Namespace) -> None:
+    """The torch peer, in a process of its own."""
+    script = Path(__file__).parent / "peers" / "torch_prefill.py"
+    if not script.exists():
+        sys.exit(f"no peer at {script}")
+    flags = ["--tiny", "--cpu"] if args.tiny else []
+    subprocess.run([sys.executable, str(script), *flags], check=True, env=dict(os.environ))
+
+
+if __name__ == "__main__":
+    main()

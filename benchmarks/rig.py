@@ -1,0 +1,224 @@
+"""A model of random weights on the device, and the project's own executables over it.
+
+Knows shapes and batches; measures nothing. Imports no server, tokenizer or checkpoint code.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxprefill.batch import Batch, BatchRow, SampleSpec
+from jaxprefill.cache.kv_cache import pool_shape
+from jaxprefill.config import ModelConfig
+from jaxprefill.device_state import DeviceState
+from jaxprefill.kernels.attention import AttentionBackend
+from jaxprefill.models.sharding import make_mesh, replicated
+from jaxprefill.models.tree import ModelTree, model_tree
+from jaxprefill.prefill.buckets import ShapeKey, slot_buckets
+from jaxprefill.prefill.compiler import (
+    CPU_OPTIONS,
+    GPU_OPTIONS,
+    Compiled,
+    CompileJob,
+    compile_all,
+)
+from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
+from jaxprefill.prefill.forward import Body
+from jaxprefill.prefill.padding import BufferLayout
+from jaxprefill.request import SamplingParams
+from jaxprefill.sampling.head import HeadFunctions
+from jaxprefill.sampling.pack import NUM_WORDS, RowToSample, pack_rows
+
+Executable = PrefillExecutable | LayerwiseExecutable
+
+MODELS = {
+    "qwen3-8b": ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=151936, hidden_size=4096, mlp_size=12288,
+        num_layers=36, num_q_heads=32, num_kv_heads=8, head_dim=128, context_length=40960,
+        norm_eps=1e-6, rope_theta=1e6, is_embedding_tied=False,
+    ),
+    "qwen3-0.6b": ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=151936, hidden_size=1024, mlp_size=3072,
+        num_layers=28, num_q_heads=16, num_kv_heads=8, head_dim=128, context_length=40960,
+        norm_eps=1e-6, rope_theta=1e6, is_embedding_tied=True,
+    ),
+    "tiny": ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=512, hidden_size=128, mlp_size=256,
+        num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=64, context_length=1024,
+        norm_eps=1e-6, rope_theta=1e6, is_embedding_tied=False,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RigSizes:
+    """Sizes that a benchmark run chooses; counts."""
+
+    model: str
+    num_slots: int
+    max_context: int
+    page_size: int
+    pool_tokens: int
+    max_tokens: int
+    num_threads: int
+
+
+@dataclass
+class Rig:
+    """Device state, and executables by (path, key)."""
+
+    sizes: RigSizes
+    tree: ModelTree
+    backend: AttentionBackend
+    dtype: jnp.dtype
+    state: DeviceState
+    executables: dict[tuple[str, ShapeKey], Executable] = field(default_factory=dict)
+    temp_bytes: dict[tuple[str, ShapeKey], int] = field(default_factory=dict)
+    compile_s: dict[str, float] = field(default_factory=dict)
+    heads: dict[int, Compiled] = field(default_factory=dict)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.tree.config
+
+    @property
+    def options(self) -> dict[str, bool | int | str]:
+        return CPU_OPTIONS if jax.default_backend() == "cpu" else GPU_OPTIONS
+
+    def layout(self, key: ShapeKey, *, is_decode: bool) -> BufferLayout:
+        size = self.sizes.page_size
+        tiles = self.backend.tile_shape(*key, page_size=size, is_decode=is_decode)
+        return BufferLayout(key, tiles, size)
+
+
+def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Rig:
+    """Random weights and zero caches; no executable yet."""
+    config, mesh = MODELS[sizes.model], make_mesh()
+    tree, everywhere = model_tree(config, dtype, mesh), replicated(mesh)
+    leaves = random_leaves(tree)
+    pages = sizes.pool_tokens // sizes.page_size
+    pool = pool_shape(config, pages, sizes.page_size, dtype=dtype, mesh=mesh)
+
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.zeros(shape, dtype, device=everywhere)
+
+    state = DeviceState(
+        leaves=leaves,
+        head=tree.head(leaves),
+        pool=jnp.zeros(pool.shape, pool.dtype, device=pool.sharding),
+        hidden=zeros(sizes.max_tokens, config.hidden_size, dtype=dtype),
+        last_tokens=zeros(64),
+        history=zeros(1, 1),
+        bias=zeros(1, 1, dtype=jnp.float32),
+    )
+    return Rig(sizes, tree, backend, dtype, state)
+
+
+def random_leaves(tree: ModelTree) -> tuple[jax.Array, ...]:
+    """Normal weights scaled by fan-in, made on the device; norms are ones."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
+        return (jax.random.normal(key, shape, dtype) * scale).astype(dtype)
+
+    draw_jit = jax.jit(draw, static_argnums=(1, 2, 3))
+    keys = jax.random.split(jax.random.key(0), len(tree.shapes))
+    leaves: list[jax.Array] = []
+    for key, path, leaf in zip(keys, tree.paths, tree.shapes, strict=True):
+        if path == "norms":
+            leaves.append(jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding))
+            continue
+        scale = 1.0 if path == "embedding" else leaf.shape[-1] ** -0.5
+        made = draw_jit(key, leaf.shape, leaf.dtype, scale)
+        leaves.append(jax.device_put(made, leaf.sharding))
+    return tuple(leaves)
+
+
+def compile_paths(rig: Rig, wanted: set[tuple[str, ShapeKey]]) -> None:
+    """Compiles each (path, key) and the greedy heads; `path` is full, layerwise, eager, decode."""
+    jobs: list[CompileJob] = []
+    bodies: dict[tuple[str, ShapeKey], Body] = {}
+    for path, key in sorted(wanted):
+        body = Body(rig.tree, rig.backend, rig.layout(key, is_decode=path == "decode"))
+        bodies[path, key] = body
+        if path in ("full", "decode"):
+            jobs.append(PrefillExecutable.job(f"{path} {key}", body, rig.state))
+        else:
+            jobs += LayerwiseExecutable.jobs(f"{path} {key}", body, rig.state)
+    rows = slot_buckets(64)
+    jobs += [_head_job(rig, count) for count in rows]
+    done = compile_all(
+        jobs,
+        options=rig.options,
+        num_threads=rig.sizes.num_threads,
+        on_done=lambda record: rig.compile_s.update({record.name: record.compile_s}),
+    )
+    rig.heads = {count: done[f"greedy {count}"] for count in rows}
+    for (path, key), body in bodies.items():
+        _assemble(rig, path, body, done)
+
+
+def _head_job(rig: Rig, rows: int) -> CompileJob:
+    state = rig.state
+    words = jax.ShapeDtypeStruct((rows, NUM_WORDS), np.int32)
+    arguments = (state.head, state.hidden, state.last_tokens, words)
+    function = HeadFunctions(rig.config.vocab_size).greedy
+    return CompileJob(name=f"greedy {rows}", function=function, arguments=arguments, donated=(2,))
+
+
+def _assemble(rig: Rig, path: str, body: Body, done: dict[str, Compiled]) -> None:
+    key, name = body.layout.key, f"{path} {body.layout.key}"
+    if path in ("full", "decode"):
+        rig.executables[path, key] = PrefillExecutable(key, body, done[name])
+        rig.temp_bytes[path, key] = done[name].record.temp_bytes
+        return
+    parts = {part: done[f"{name}/{part}"] for part in LayerwiseExecutable.PARTS}
+    executable = LayerwiseExecutable(key, body, parts)
+    executable.bind(rig.state)
+    rig.executables[path, key] = executable
+    rig.temp_bytes[path, key] = max(part.record.temp_bytes for part in parts.values())
+
+
+def make_batch(rig: Rig, lens: list[int], prefix: int, *, is_decode: bool, seed: int = 0) -> Batch:
+    """One request a length, each behind `prefix` cached tokens, its pages scattered over the pool."""
+    rng, size = np.random.default_rng(seed), rig.sizes.page_size
+    counts = [-(-(prefix + q_len) // size) for q_len in lens]
+    order = rng.permutation(rig.sizes.pool_tokens // size)
+    ends = np.cumsum(counts)
+    rows = [
+        BatchRow(
+            request_id=str(slot),
+            slot=slot,
+            token_ids=None if is_decode else rng.integers(rig.config.vocab_size, size=q_len).tolist(),
+            kv_len=prefix + q_len,
+            pages=order[end - count : end].tolist(),
+        )
+        for slot, (q_len, count, end) in enumerate(zip(lens, counts, ends, strict=True))
+    ]  # fmt: skip
+    return Batch(rows=tuple(rows), is_decode=is_decode)
+
+
+def step(rig: Rig, path: str, key: ShapeKey, batch: Batch) -> jax.Array:
+    """Host metadata, body and greedy head, dispatched; the head's [rows, 2] result."""
+    rig.executables[path, key].run(rig.state, batch)
+    return run_head(rig, batch)
+
+
+def run_head(rig: Rig, batch: Batch) -> jax.Array:
+    """The greedy head over each request's last row."""
+    ends = np.cumsum([row.q_len for row in batch.rows])
+    spec = SampleSpec(
+        params=SamplingParams(temperature=0.0), seed=0, position=0, num_generated=0
+    )
+    wanted = [
+        RowToSample(int(end) - 1, row.slot, spec)
+        for end, row in zip(ends, batch.rows, strict=True)
+    ]
+    rows = min(count for count in rig.heads if count >= len(wanted))
+    state = rig.state
+    packed = pack_rows(wanted, rows, no_slot=len(state.last_tokens))
+    call = rig.heads[rows].call
+    state.last_tokens, out = call(state.head, state.hidden, state.last_tokens, packed)
+    return out
