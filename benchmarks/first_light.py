@@ -28,7 +28,7 @@ ONE = SamplingParams(max_tokens=1, temperature=0)
 
 def start_up(cache: str) -> float:
     """Seconds from command to first token in a new process."""
-    command = [sys.executable, "-m", "jaxprefill.cli.main", "generate", "--quiet"]
+    command = [sys.executable, "-m", "jaxprefill", "generate", "--quiet"]
     command += ["--compile-cache", cache, "--prompt", "The capital of France is"]
     began = time.perf_counter()
     subprocess.run([*command, "--max-tokens", "1"], check=True, capture_output=True)

@@ -160,9 +160,7 @@ def warm(rig: "Rig") -> None:
     for path, key in (*rig.executables,) * 3:
         rig.executables[path, key].run(rig.state, Batch(rows=(), is_decode=path == "decode"))
     for rows in (*rig.heads,) * 3:
-        run_head_rows = Batch(rows=(), is_decode=False)
-        jax.block_until_ready(run_head(rig, run_head_rows))
-        del rows
+        run_head(rig, Batch(rows=(), is_decode=False), least_rows=rows)
     jax.block_until_ready(rig.state.hidden)
 
 

@@ -206,8 +206,8 @@ def step(rig: Rig, path: str, key: ShapeKey, batch: Batch) -> jax.Array:
     return run_head(rig, batch)
 
 
-def run_head(rig: Rig, batch: Batch) -> jax.Array:
-    """The greedy head over each request's last row."""
+def run_head(rig: Rig, batch: Batch, *, least_rows: int = 1) -> jax.Array:
+    """The greedy head over each request's last row, in the smallest head that holds them."""
     ends = np.cumsum([row.q_len for row in batch.rows])
     spec = SampleSpec(
         params=SamplingParams(temperature=0.0), seed=0, position=0, num_generated=0
@@ -216,7 +216,7 @@ def run_head(rig: Rig, batch: Batch) -> jax.Array:
         RowToSample(int(end) - 1, row.slot, spec)
         for end, row in zip(ends, batch.rows, strict=True)
     ]
-    rows = min(count for count in rig.heads if count >= len(wanted))
+    rows = min(count for count in rig.heads if count >= max(len(wanted), least_rows))
     state = rig.state
     packed = pack_rows(wanted, rows, no_slot=len(state.last_tokens))
     call = rig.heads[rows].call

@@ -25,7 +25,7 @@ class Admission:
     Attributes:
         vocab_size: ids the model knows; the tokenizer may know fewer.
         context_length: most tokens of prompt and output together.
-        max_characters: longest prompt text, checked before the tokenizer sees it.
+        rng: seeds of requests that bring none.
     """
 
     tokenizer: Tokenizer

@@ -7,6 +7,7 @@ from jaxprefill.errors import ConfigError
 from jaxprefill.integers import parse_count, parse_counts
 
 PrefillBackend = Literal["full", "layerwise", "eager"]
+NAMED_LADDERS = ("default", "upstream")
 DType = Literal["auto", "float32", "bfloat16"]
 
 
@@ -119,6 +120,10 @@ class EngineConfig:
         for value in self.prefill_max_context:
             if value < 1:
                 raise ConfigError(f"prefill_max_context must be positive, got {value}")
+        if isinstance(self.prefill_buckets, str):
+            _check_choice(
+                "prefill_buckets", self.prefill_buckets, (*NAMED_LADDERS, "counts like 16,64,256")
+            )
         _check_choice("prefill_backend", self.prefill_backend, get_args(PrefillBackend))
         _check_choice("dtype", self.dtype, get_args(DType))
 

@@ -143,14 +143,9 @@ def _resolve_buckets(config: EngineConfig, context: int, *, is_cpu: bool) -> tup
     if isinstance(named, tuple):
         return cut_ladder(named, size or max(named))
     size = size or min(default_size, 1 << (context - 1).bit_length())
-    if named == "default":
-        return cut_ladder(CPU_BUCKETS if is_cpu else GPU_BUCKETS, size)
     if named == "upstream":
         return cut_ladder(upstream_buckets(size), size)
-    raise ConfigError(
-        f"prefill_buckets must be default, upstream or token counts such as 16,64,256, "
-        f"got {named!r}"
-    )
+    return cut_ladder(CPU_BUCKETS if is_cpu else GPU_BUCKETS, size)
 
 
 def _resolve_max_contexts(config: EngineConfig, context: int) -> tuple[int, ...]:

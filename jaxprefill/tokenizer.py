@@ -145,7 +145,7 @@ class Tokenizer:
     def _template(self) -> jinja2.Template:
         if self.chat_template is None:
             raise RequestError(
-                "this model has no chat template; send a plain prompt (/v1/completions) instead",
+                "this model has no chat template; send a plain prompt instead of messages",
                 param="messages",
             )
         try:
@@ -166,7 +166,7 @@ class Tokenizer:
         taken = {"messages", *variables, *_TEMPLATE_GLOBALS} & extra.keys()
         if taken:
             raise RequestError(
-                f"chat template variables {sorted(taken)} are set by the server; leave them out",
+                f"chat template variables {sorted(taken)} are set by jaxprefill; leave them out",
                 param="chat_template_kwargs",
             )
         return {**variables, **extra}

@@ -34,6 +34,7 @@ LAYERS = [
     ["startup"],
     ["engine"],
     ["cli"],
+    ["__main__"],
 ]
 HOST_ONLY = [
     "errors",

@@ -54,11 +54,15 @@ def read_prompts(given: list[str]) -> list[str]:
     """The prompts, `-` replaced by all of stdin.
 
     Raises:
-        RequestError: stdin is not UTF-8, or is asked for twice.
+        RequestError: a prompt is empty; stdin is not UTF-8, or is asked for twice.
     """
     if given.count("-") > 1:
         raise RequestError("--prompt - can be given once, as stdin can be read once")
-    return [_read_stdin() if prompt == "-" else prompt for prompt in given]
+    prompts = [_read_stdin() if prompt == "-" else prompt for prompt in given]
+    for prompt in prompts:
+        if not prompt:  # said before start-up, which takes a while
+            raise RequestError(f"--prompt must be a text that is not empty, got {prompt!r}")
+    return prompts
 
 
 def _read_stdin() -> str:

@@ -4,7 +4,10 @@ Imports no jax, so that --help and --version are quick.
 """
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from jaxprefill import __version__
 from jaxprefill.cli import generate, logprobs, models
@@ -41,6 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard_stdout()
         return BROKEN_PIPE
+
+
+def run() -> NoReturn:
+    """The script entry: `main`, and the exit.
+
+    After Ctrl-C the process ends at once: at a normal exit Python would wait for the threads that
+    compile.
+    """
+    status = main()
+    if status == INTERRUPTED:
+        os._exit(status)
+    sys.exit(status)
 
 
 def make_parser() -> argparse.ArgumentParser:

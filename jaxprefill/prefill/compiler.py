@@ -107,14 +107,18 @@ def compile_all(
     ordered = sorted(jobs, key=lambda job: -job.cost)
     done: dict[str, Compiled] = {}
     pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="compile")
+    is_interrupted = False
     try:
         futures = [pool.submit(compile_job, job, options) for job in ordered]
         for future in as_completed(futures):
             compiled = future.result()
             done[compiled.record.name] = compiled
             on_done(compiled.record)
+    except KeyboardInterrupt:
+        is_interrupted = True  # XLA cannot be stopped; do not wait for it
+        raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=not is_interrupted, cancel_futures=True)
     return done
 
 

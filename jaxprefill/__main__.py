@@ -1,0 +1,5 @@
+"""`python -m jaxprefill`: the command line."""
+
+from jaxprefill.cli.main import run
+
+run()
