@@ -55,8 +55,8 @@ class EngineCore:
     decode: DecodeRunner
     heads: HeadRunner
     counters: EngineCounters
-    compilations: CompilationCounter
     scheduler: Scheduler = field(init=False)
+    compilations: CompilationCounter = field(default_factory=CompilationCounter)
 
     def __post_init__(self) -> None:
         self.pages = PageAllocator(self.plan.num_pages, self.plan.config.page_size)

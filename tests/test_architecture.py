@@ -31,6 +31,7 @@ LAYERS = [
     ["prefill", "decode", "sampling", "scheduler"],
     ["plan", "admission", "collector"],
     ["core"],
+    ["assembly"],
     ["startup"],
     ["engine"],
     ["cli"],

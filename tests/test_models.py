@@ -225,8 +225,7 @@ def test_variants_equal_the_oracle(changes):
 
 
 def test_bfloat16_stays_close_to_the_oracle():
-    # Weights of the usual size: the default ones are scaled up so that every rounding shows.
-    held = TinyCheckpoint(scale=1.0)
+    held = TinyCheckpoint(scale=1.0)  # twice as much, the default, magnifies every rounding
     found = np.concatenate(engine_logprobs(held, dtype="bfloat16"))
     wanted = np.concatenate([prompt_logprobs(held, ids) for ids in prompts()])
-    assert np.abs(found - wanted).mean() <= 0.05
+    assert np.abs(found - wanted).mean() <= 0.02

@@ -34,6 +34,7 @@ from jaxprefill.sampling.sampler import (
 
 VOCAB = 40  # not a multiple of 32
 SLOTS = 8
+NUM_DRAWS = 4000
 GREEDY = SamplingParams(temperature=0)
 top_k, top_p, min_p = jax.jit(keep_top_k), jax.jit(keep_top_p), jax.jit(keep_min_p)
 
@@ -221,9 +222,9 @@ def test_bias_moves_the_choice_of_its_slot_and_no_other():
 
 
 @given(
-    vocab=st.sampled_from([1, 31, 32, 33, 63, 64, 65, 100]), data=st.data(),
+    vocab=st.sampled_from([1, 32, 33, 64, 100]), data=st.data(),
 )  # fmt: skip
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 def test_masks_survive_pack_ban_and_expand(vocab, data):
     num_valid = data.draw(st.integers(1, vocab))
     banned = data.draw(st.sets(st.integers(0, vocab - 1), max_size=5))
@@ -348,7 +349,7 @@ def test_a_tiny_top_p_is_greedy():
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_draws_follow_the_distribution(varied):
-    count, weights = 4000, np.array([0.5, 0.25, 0.15, 0.08, 0.02])
+    count, weights = NUM_DRAWS, np.array([0.5, 0.25, 0.15, 0.08, 0.02])
     head = Head(np.log(weights) * 2)
     specs = [sampled(temperature=2.0, **{varied: index}) for index in range(count)]
     drawn = np.bincount([one.token for one in head.general(specs, size=count)], minlength=5)
@@ -424,8 +425,8 @@ def test_logprobs_are_of_the_raw_logits_whatever_shapes_the_choice():
 
 
 def test_the_tokens_of_a_small_vocabulary_are_all_listed():
-    found = Head([1.0, 2.0, 3.0]).general([spec()])[0]
-    assert list(found.top) == [2, 1, 0]
+    found = Head([1.0, 2.0, 3.0, 0.0, -1.0]).general([spec()], size=NUM_DRAWS)[0]
+    assert list(found.top) == [2, 1, 0, 3, 4]
 
 
 def test_scores_are_raw_logprobs_of_their_targets():

@@ -18,10 +18,9 @@ def load_leaves(checkpoint: Checkpoint, tree: ModelTree) -> Leaves:
     """Every leaf of `tree`, read, fused, cast and placed as its sharding says.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected or of the wrong shape; all are named.
+        CheckpointError: tensors have the wrong shape; they are named.
     """
     sources = model_class(tree.config).sources(tree.config)
-    _check_names(checkpoint, sources)
     with ThreadPoolExecutor(max_workers=2) as pool:  # reading and dequantising release the GIL
         return tuple(
             pool.map(
@@ -48,7 +47,10 @@ def _load_leaf(
     return jax.device_put(whole.astype(shape.dtype), shape.sharding)
 
 
-def _check_names(checkpoint: Checkpoint, sources: dict[str, Fused]) -> None:
+def check_names(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError unless the checkpoint holds just what its architecture needs."""
+    config = checkpoint.config
+    sources = model_class(config).sources(config)
     wanted = {name for fused in sources.values() for name in fused.sources}
     missing, unexpected = wanted - checkpoint.names(), checkpoint.names() - wanted
     if missing or unexpected:

@@ -1,6 +1,11 @@
 """Causal ragged paged attention: prefill, chunked prefill, mixed batches and decode in one op."""
 
-from jaxprefill.kernels.attention.api import AttentionBackend, Capabilities, RaggedBatch
+from jaxprefill.kernels.attention.api import (
+    AttentionBackend,
+    Capabilities,
+    RaggedBatch,
+    pool_dtype,
+)
 from jaxprefill.kernels.attention.select import select_backend
 from jaxprefill.kernels.attention.tiles import TileShape, plan_tiles
 
@@ -10,5 +15,6 @@ __all__ = [
     "RaggedBatch",
     "TileShape",
     "plan_tiles",
+    "pool_dtype",
     "select_backend",
 ]

@@ -1,0 +1,167 @@
+"""Turns a plan into compile jobs, and compiled jobs into device state and runners."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxprefill.cache.kv_cache import pool_shape
+from jaxprefill.core import EngineCore
+from jaxprefill.counters import EngineCounters
+from jaxprefill.decode.runner import DecodeRunner
+from jaxprefill.device_state import DeviceState, StateShapes
+from jaxprefill.models.sharding import replicated
+from jaxprefill.models.tree import Leaves, ModelTree
+from jaxprefill.plan import EnginePlan
+from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
+from jaxprefill.prefill.compiler import Compiled, CompileJob
+from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
+from jaxprefill.prefill.forward import Body
+from jaxprefill.prefill.policy import PrefillPolicy
+from jaxprefill.prefill.runner import PrefillRunner
+from jaxprefill.sampling.head import HeadFunctions, head_jobs
+from jaxprefill.sampling.runner import HeadRunner
+
+
+class Assembly:
+    """Turns a plan into jobs, and compiled jobs into runners."""
+
+    def __init__(self, plan: EnginePlan, tree: ModelTree, mesh: Mesh, *, num_valid: int) -> None:
+        """`num_valid` ids may be sampled: those the tokenizer knows."""
+        self.plan = plan
+        self.tree = tree
+        self.mesh = mesh
+        self.num_valid = min(num_valid, plan.model.vocab_size)
+        self.shapes = self._state_shapes()
+
+    def jobs(self) -> list[CompileJob]:
+        """Every executable the engine will ever run."""
+        plan, jobs = self.plan, list[CompileJob]()
+        if plan.config.prefill_backend == "full":
+            for key in plan.ladder.keys:
+                jobs.append(PrefillExecutable.job(f"prefill {key}", self._body(key), self.shapes))
+        if plan.config.prefill_backend == "layerwise":
+            jobs += self._layerwise_jobs("layerwise", plan.ladder)
+        jobs += self._layerwise_jobs("eager", plan.eager_ladder)
+        for slots in plan.decode_slots:
+            key = plan.decode_key(slots)
+            body = self._body(key, is_decode=True)
+            jobs.append(PrefillExecutable.job(f"decode {key}", body, self.shapes))
+        return jobs + head_jobs(
+            HeadFunctions(self.num_valid),
+            self.shapes,
+            sample_rows=plan.sample_rows,
+            score_rows=plan.score_rows,
+        )
+
+    def allocate(self, leaves: Leaves) -> DeviceState:
+        """The device's arrays: weights as loaded, the rest zero."""
+
+        def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+        shapes = self.shapes
+        return DeviceState(
+            leaves=leaves,
+            head=self.tree.head(leaves),
+            pool=zeros(shapes.pool),
+            hidden=zeros(shapes.hidden),
+            last_tokens=zeros(shapes.last_tokens),
+            history=zeros(shapes.history),
+            bias=zeros(shapes.bias),
+        )
+
+    def assemble(self, state: DeviceState, compiled: dict[str, Compiled]) -> EngineCore:
+        """Runners over compiled jobs."""
+        plan, counters = self.plan, EngineCounters()
+        heads = HeadRunner(
+            compiled,
+            sample_rows=plan.sample_rows,
+            score_rows=plan.score_rows,
+            num_valid=self.num_valid,
+            put=lambda array: jax.device_put(array, replicated(self.mesh)),
+        )
+        heads.prepare(state)
+        decode = {
+            slots: PrefillExecutable(
+                plan.decode_key(slots),
+                self._body(plan.decode_key(slots), is_decode=True),
+                compiled[f"decode {plan.decode_key(slots)}"],
+            )
+            for slots in plan.decode_slots
+        }
+        return EngineCore(
+            state=state,
+            plan=plan,
+            prefill=self._prefill_runner(state, compiled, counters),
+            decode=DecodeRunner(decode, counters),
+            heads=heads,
+            counters=counters,
+        )
+
+    def _prefill_runner(
+        self, state: DeviceState, compiled: dict[str, Compiled], counters: EngineCounters
+    ) -> PrefillRunner:
+        plan = self.plan
+        backend = plan.config.prefill_backend
+        executables: dict[ShapeKey, Any] = {}
+        if backend == "full":
+            executables = {
+                key: PrefillExecutable(key, self._body(key), compiled[f"prefill {key}"])
+                for key in plan.ladder.keys
+            }
+        elif backend == "layerwise":
+            executables = self._layerwise("layerwise", plan.ladder, state, compiled)
+        return PrefillRunner(
+            policy=PrefillPolicy(
+                ladder=plan.ladder,
+                is_enabled=backend != "eager",
+                max_padding_factor=plan.config.max_padding_factor,
+            ),
+            executables=executables,
+            path=backend,
+            fallback_ladder=plan.eager_ladder,
+            fallback=self._layerwise("eager", plan.eager_ladder, state, compiled),
+            is_strict=plan.config.strict_prefill,
+            counters=counters,
+        )
+
+    def _layerwise_jobs(self, path: str, ladder: BucketLadder) -> list[CompileJob]:
+        return [
+            job
+            for key in ladder.keys
+            for job in LayerwiseExecutable.jobs(f"{path} {key}", self._body(key), self.shapes)
+        ]
+
+    def _layerwise(
+        self, path: str, ladder: BucketLadder, state: DeviceState, compiled: dict[str, Compiled]
+    ) -> dict[ShapeKey, LayerwiseExecutable]:
+        found: dict[ShapeKey, LayerwiseExecutable] = {}
+        for key in ladder.keys:
+            parts = {part: compiled[f"{path} {key}/{part}"] for part in LayerwiseExecutable.PARTS}
+            found[key] = LayerwiseExecutable(key, self._body(key), parts)
+            found[key].bind(state)
+        return found
+
+    def _body(self, key: ShapeKey, *, is_decode: bool = False) -> Body:
+        return Body(self.tree, self.plan.backend, self.plan.layout(key, is_decode=is_decode))
+
+    def _state_shapes(self) -> StateShapes:
+        plan, everywhere = self.plan, replicated(self.mesh)
+
+        def shape(*size: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(size, dtype, sharding=everywhere)
+
+        vocab, rows = plan.model.vocab_size, plan.max_running
+        page_size, dtype = plan.config.page_size, plan.dtype
+        return StateShapes(
+            leaves=self.tree.shapes,
+            head=self.tree.head(self.tree.shapes),
+            pool=pool_shape(plan.model, plan.num_pages, page_size, dtype=dtype, mesh=self.mesh),
+            hidden=shape(plan.hidden_rows, plan.model.hidden_size, dtype=dtype),
+            last_tokens=shape(rows),
+            history=shape(rows, vocab),
+            bias=shape(rows, vocab, dtype=np.float32),
+        )
