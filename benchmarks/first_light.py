@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -51,7 +52,7 @@ def prefill_rows(engine: Engine, path: str, runs: int):
     rng = np.random.default_rng(0)
     for length in LENGTHS:
         prompt = rng.integers(5, 40000, length).tolist()
-        ms = timed(lambda prompt=prompt: engine.generate([prompt], ONE), runs)
+        ms = timed(partial(engine.generate, [prompt], ONE), runs)
         yield {"what": "prefill", "path": path, "tokens": length, "ms": round(ms, 1)}
 
 
@@ -60,7 +61,8 @@ def decode_rows(engine: Engine):
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 17)]
     for requests in (1, 16):
         prompts = [[504, 3575, 282, 4649, 314]] * requests
-        short, long = (timed(lambda p=p: engine.generate(prompts, p), 3) for p in params)
+        calls = [partial(engine.generate, prompts, one) for one in params]
+        short, long = (timed(call, 3) for call in calls)
         ms = (long - short) / 16
         yield {"what": "decode", "path": "decode", "requests": requests, "ms": round(ms, 1)}
 
@@ -84,8 +86,11 @@ def main() -> None:
                 rows += found
     meta = {
         "command": " ".join(["python", *sys.argv]),
-        "versions": {"jaxprefill": __version__, "jax": jax.__version__,
-                     "python": platform.python_version()},
+        "versions": {
+            "jaxprefill": __version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        },
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d"),

@@ -12,6 +12,7 @@ from jaxprefill.core import EngineCore
 from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState, StateShapes
+from jaxprefill.kernels.attention import pool_dtype
 from jaxprefill.models.sharding import replicated
 from jaxprefill.models.tree import Leaves, ModelTree
 from jaxprefill.plan import EnginePlan
@@ -156,10 +157,11 @@ class Assembly:
 
         vocab, rows = plan.model.vocab_size, plan.max_running
         page_size, dtype = plan.config.page_size, plan.dtype
+        pool = pool_dtype(dtype, plan.device.platform)
         return StateShapes(
             leaves=self.tree.shapes,
             head=self.tree.head(self.tree.shapes),
-            pool=pool_shape(plan.model, plan.num_pages, page_size, dtype=dtype, mesh=self.mesh),
+            pool=pool_shape(plan.model, plan.num_pages, page_size, dtype=pool, mesh=self.mesh),
             hidden=shape(plan.hidden_rows, plan.model.hidden_size, dtype=dtype),
             last_tokens=shape(rows),
             history=shape(rows, vocab),

@@ -19,8 +19,6 @@ from jaxprefill.errors import CheckpointError  # noqa: E402
 from jaxprefill.weights.demo import fetch_demo  # noqa: E402
 from tests.tiny import TinyCheckpoint, tiny_engine  # noqa: E402
 
-jax.config.update("jax_numpy_rank_promotion", "allow")
-
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache():

@@ -22,8 +22,13 @@ from jaxprefill.request import Completion
 from tests.tiny import TinyCheckpoint
 
 RECORD = ExecutableRecord(
-    name="prefill 8x4x160", lower_s=0.5, compile_s=1.0, temp_bytes=2_000_000, argument_bytes=0,
-    output_bytes=0, code_bytes=0,
+    name="prefill 8x4x160",
+    lower_s=0.5,
+    compile_s=1.0,
+    temp_bytes=2_000_000,
+    argument_bytes=0,
+    output_bytes=0,
+    code_bytes=0,
 )
 GREEDY = ["--temperature", "0", "--max-tokens", "4", "--ignore-eos"]
 
@@ -120,7 +125,10 @@ def test_several_prompts_and_completions_are_told_apart(shared, engine, cli):
     assert "tokens: 6 prompt, 16 generated" in err
     found = json_lines(cli(*argv, "--json")[1])
     assert [(item["prompt"], item["index"]) for item in found] == [
-        ("one", 0), ("one", 1), ("two", 0), ("two", 1),
+        ("one", 0),
+        ("one", 1),
+        ("two", 0),
+        ("two", 1),
     ]
     assert [item["text"] for item in found] == [one, one, two, two]
 
@@ -243,8 +251,12 @@ def test_flags_reach_the_engine_as_its_options():
     argv += " --strict-prefill --memory-fraction .5 --prefill-backend eager"
     config = flags.engine_config_of(make_parser().parse_args(argv.split()))
     assert config == EngineConfig(
-        prefill_max_context=(4096, 32768), prefill_buckets=(16, 64), page_size=32,
-        strict_prefill=True, memory_fraction=0.5, prefill_backend="eager",
+        prefill_max_context=(4096, 32768),
+        prefill_buckets=(16, 64),
+        page_size=32,
+        strict_prefill=True,
+        memory_fraction=0.5,
+        prefill_backend="eager",
     )
 
 

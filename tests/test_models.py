@@ -18,7 +18,7 @@ from jaxprefill.models.layers import (
 )
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
-from jaxprefill.weights.load import load_leaves
+from jaxprefill.weights.load import check_names, load_leaves
 from tests.reference import prompt_logprobs
 from tests.tiny import TinyCheckpoint, tiny_engine
 
@@ -32,6 +32,7 @@ def normal(*shape):
 
 def load(checkpoint, dtype=FLOAT32):
     tree = model_tree(checkpoint.config, dtype, make_mesh())
+    check_names(checkpoint)
     return tree, load_leaves(checkpoint, tree)
 
 
@@ -188,6 +189,7 @@ def test_a_head_beside_a_tied_embedding_is_unexpected():
         ("model.embed_tokens.weight", (271, 48)),
         ("model.layers.0.input_layernorm.weight", (47,)),
         ("model.norm.weight", (1, 48)),
+        ("model.norm.weight", ()),
     ],
 )
 def test_a_tensor_of_the_wrong_shape_is_named_with_its_shape(name, shape):
@@ -196,6 +198,14 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_its_shape(name, shape):
     with pytest.raises(CheckpointError) as caught:
         load(held)
     assert f"{name} {list(shape)}" in str(caught.value)
+
+
+def test_a_wrong_split_of_the_right_total_is_refused():
+    held = TinyCheckpoint()
+    held.tensors["model.layers.0.mlp.gate_proj.weight"] = np.zeros((81, 48), np.float32)
+    held.tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((79, 48), np.float32)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight \[81, 48\] instead of \[80"):
+        load(held)
 
 
 # End to end

@@ -245,8 +245,13 @@ jobs = st.lists(
 @given(jobs, st.integers(14, 40), st.integers(1, 4), st.sampled_from([8, 30, 256]), st.randoms())
 def test_any_mix_finishes_and_leaks_nothing(jobs, num_pages, slots, prefill_context, random):
     split = random.choice([1.0, 1.5, 100.0])
-    sim = Simulation(num_pages=num_pages, max_batch_requests=slots,
-                     prefill_context=prefill_context, buckets=(2, 4, 16), split_above=split)
+    sim = Simulation(
+        num_pages=num_pages,
+        max_batch_requests=slots,
+        prefill_context=prefill_context,
+        buckets=(2, 4, 16),
+        split_above=split,
+    )
     waiting = list(enumerate(jobs))
     while waiting or any(s.status is not Status.FINISHED for s in sim.states.values()):
         while waiting and random.random() < 0.5:

@@ -17,9 +17,14 @@ class LayerInputs(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A parameter made of checkpoint tensors, concatenated or stacked along the first axis."""
+    """A parameter made of checkpoint tensors, concatenated or stacked along the first axis.
+
+    Attributes:
+        rows: first-axis length of each concatenated tensor; one that is alone needs none.
+    """
 
     sources: tuple[str, ...]
+    rows: tuple[int, ...] = ()
     is_stacked: bool = False
 
 

@@ -88,14 +88,16 @@ class Llama(nnx.Module):
         if not config.is_embedding_tied:
             sources["head"] = Fused(("lm_head.weight",))
         norms: list[str] = []
+        keys = config.num_kv_heads * config.head_dim
+        qkv_rows = (config.num_q_heads * config.head_dim, keys, keys)
         for layer in range(config.num_layers):
             name = f"model.layers.{layer}"
             norms += [f"{name}.input_layernorm.weight", f"{name}.post_attention_layernorm.weight"]
             projections = tuple(f"{name}.self_attn.{part}_proj.weight" for part in "qkv")
-            sources[f"layers.{layer}.qkv"] = Fused(projections)
+            sources[f"layers.{layer}.qkv"] = Fused(projections, qkv_rows)
             sources[f"layers.{layer}.output"] = Fused((f"{name}.self_attn.o_proj.weight",))
             gate_up = (f"{name}.mlp.gate_proj.weight", f"{name}.mlp.up_proj.weight")
-            sources[f"layers.{layer}.gate_up"] = Fused(gate_up)
+            sources[f"layers.{layer}.gate_up"] = Fused(gate_up, (config.mlp_size,) * 2)
             sources[f"layers.{layer}.down"] = Fused((f"{name}.mlp.down_proj.weight",))
         sources["norms"] = Fused((*norms, "model.norm.weight"), is_stacked=True)
         return sources

@@ -15,10 +15,9 @@ from jaxtyping import Int32
 
 from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.errors import CapacityError
-from jaxprefill.kernels.attention.tiles import TileShape, plan_tiles
+from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, plan_tiles
 from jaxprefill.prefill.buckets import ShapeKey
 
-NO_ROW = 2**31 - 1  # the pool row of a padding token: it writes nowhere
 Buffer = Int32[np.ndarray, " words"]
 
 

@@ -136,9 +136,7 @@ class Scheduler:
 
     def _num_wanted(self, room: int) -> int:
         """Prompt tokens that the next requests, at most `room`, have yet to compute."""
-        return sum(
-            state.target - state.num_computed for state in islice(self._prefillable(), room)
-        )
+        return sum(state.target - state.num_computed for state in islice(self._prefillable(), room))
 
     def _prefillable(self) -> Iterable[RequestState]:
         yield from [state for state in self._running if not state.is_prefilled]

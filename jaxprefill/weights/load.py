@@ -35,16 +35,25 @@ def _load_leaf(
     checkpoint: Checkpoint, fused: Fused, path: str, shape: jax.ShapeDtypeStruct
 ) -> Shaped[Array, "..."]:
     parts = [checkpoint.read(name) for name in fused.sources]
-    shapes = {part.shape[1:] if not fused.is_stacked else part.shape for part in parts}
-    rows = len(parts) if fused.is_stacked else sum(len(part) for part in parts)
-    if shapes != {shape.shape[1:]} or rows != shape.shape[0]:
-        found = ", ".join(f"{n} {list(p.shape)}" for n, p in zip(fused.sources, parts, strict=True))
+    wanted = _part_shapes(fused, shape.shape)
+    if [part.shape for part in parts] != wanted:
+        found = ", ".join(
+            f"{name} {list(part.shape)} instead of {list(want)}"
+            for name, part, want in zip(fused.sources, parts, wanted, strict=True)
+            if part.shape != want
+        )
         raise CheckpointError(
-            f"{checkpoint.name}: {path} must have shape {list(shape.shape)}, but is made of "
-            f"{found}; the checkpoint does not match its own configuration"
+            f"{checkpoint.name}: {path} is made of tensors of the wrong shape: {found}; "
+            "the checkpoint does not match its own configuration"
         )
     whole = np.stack(parts) if fused.is_stacked else np.concatenate(parts)
     return jax.device_put(whole.astype(shape.dtype), shape.sharding)
+
+
+def _part_shapes(fused: Fused, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if fused.is_stacked:
+        return [shape[1:]] * len(fused.sources)
+    return [(rows, *shape[1:]) for rows in fused.rows or shape[:1]]
 
 
 def check_names(checkpoint: Checkpoint) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
-from jaxprefill.kernels.attention.tiles import TileShape
+from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape
 
 
 class RaggedBatch(NamedTuple):
@@ -27,8 +27,6 @@ class RaggedBatch(NamedTuple):
     tile_start: Int32[Array, " N"]
     num_tiles: Int32[Array, ""]
 
-
-NO_ROW = 2**31 - 1
 
 # One layer's attention: writes the new K and V into the pool [2, K, P, S, D], then attends.
 # (q [T, H, D], k [T, K, D], v [T, K, D], pool, batch, first_page) -> (out [T, H, D], pool);

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jaxprefill.kernels.attention.api import NO_ROW, AttentionBackend, RaggedBatch
-from jaxprefill.kernels.attention.tiles import TileShape, plan_tiles
+from jaxprefill.kernels.attention.api import AttentionBackend, RaggedBatch
+from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, plan_tiles
 
 NUM_LAYERS = 2  # layers whose pages the pool holds; the inputs address the second
 _NUM_SPARE_PAGES = 3

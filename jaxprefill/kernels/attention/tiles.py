@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+NO_ROW = 2**31 - 1  # the pool row of a padding token: it writes nowhere
+
 
 class TileShape(NamedTuple):
     """Static sizes of the tile list: what a compiled attention is specialised on.
