@@ -207,7 +207,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     """A list of prompts from one text, one list of ids, or several of either."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, (Sequence, np.ndarray)):
+    if isinstance(prompts, bytes) or not isinstance(prompts, (Sequence, np.ndarray)):
         raise RequestError(
             f"prompts must be texts or lists of token ids, got {prompts!r}", param="prompt"
         )
@@ -215,7 +215,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if items and all(np.isscalar(item) and not isinstance(item, str) for item in items):
         return [items]
     for item in items:
-        if not isinstance(item, (str, Sequence, np.ndarray)):
+        if isinstance(item, bytes) or not isinstance(item, (str, Sequence, np.ndarray)):
             raise RequestError(
                 f"a prompt must be a text or a list of token ids, got {item!r}", param="prompt"
             )

@@ -1,7 +1,7 @@
 """A request and what comes back: plain host data, validated where it is made."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,9 +42,10 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stop_ids)
         self._check_numbers()
         self._check_stops()
         if self.logit_bias is not None:
@@ -132,6 +133,12 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     index: int = 0
+
+
+def _as_tuple(param: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _wrong(param, "a list", value)
+    return tuple(value)
 
 
 def _wrong(param: str, rule: str, value: Any) -> RequestError:

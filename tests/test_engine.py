@@ -169,7 +169,7 @@ def test_more_requests_than_slots_and_pages_all_finish(engine, checkpoint):
 
 def test_a_bad_request_runs_nothing_and_the_engine_goes_on(engine):
     before = engine.stats()["passes"]
-    for bad in ([[1], []], [[1, 999]], "", [["a"]], [[1] * 161], 5, [5.5]):
+    for bad in (b"ab", [b"ab"], {"a": 1}, None, [None], [[1], []], [[1, 999]], "", [["a"]], [[1] * 161], 5, [5.5]):
         with pytest.raises(RequestError):
             engine.generate(bad)
     with pytest.raises(RequestError, match="params"):
