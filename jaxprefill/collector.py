@@ -13,6 +13,7 @@ class Collector:
         self.token_ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer)
         self._text = ""
+        self._searched_from = 0
         self._logprobs: list[float] = []
         self._top: list[dict[int, float]] = []
         self._prompt_logprobs: list[float | None] = [None]
@@ -69,15 +70,19 @@ class Collector:
         )
 
     def _add_text(self, new: str) -> None:
-        """Appends, and cuts at the earliest stop string that ends within the new text."""
-        if not new:
-            return
+        """Appends, and cuts at the earliest stop string that ends within the new text.
+
+        Text of the first `min_tokens` tokens holds no stop string, as in vLLM.
+        """
         start = len(self._text)
         self._text += new
+        if len(self.token_ids) <= self.request.params.min_tokens:
+            self._searched_from = len(self._text)
+            return
         found = [
             (at, stop)
             for stop in self.request.params.stop
-            if (at := self._text.find(stop, max(start - len(stop) + 1, 0))) >= 0
+            if (at := self._text.find(stop, max(start - len(stop) + 1, self._searched_from))) >= 0
         ]
         if found:
             at, self._stop = min(found)

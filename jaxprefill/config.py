@@ -125,6 +125,10 @@ class EngineConfig:
                 "prefill_buckets", self.prefill_buckets, (*NAMED_LADDERS, "counts like 16,64,256")
             )
         _check_choice("prefill_backend", self.prefill_backend, get_args(PrefillBackend))
+        if self.strict_prefill and self.prefill_backend == "eager":
+            raise ConfigError(
+                "strict_prefill forbids the path that prefill_backend='eager' asks for; drop one"
+            )
         _check_choice("dtype", self.dtype, get_args(DType))
 
     def _coerce(self) -> None:

@@ -114,6 +114,10 @@ class Engine:
         Raises:
             RequestError: messages are malformed, or the template refuses them.
         """
+        if not _is_list(messages):
+            raise RequestError(
+                f"messages must be a list of messages, got {messages!r}", param="messages"
+            )
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         prompts = [
@@ -207,7 +211,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     """A list of prompts from one text, one list of ids, or several of either."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, (Sequence, np.ndarray)):
+    if not _is_list(prompts):
         raise RequestError(
             f"prompts must be texts or lists of token ids, got {prompts!r}", param="prompt"
         )
@@ -215,11 +219,19 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if items and all(np.isscalar(item) and not isinstance(item, str) for item in items):
         return [items]
     for item in items:
-        if isinstance(item, bytes) or not isinstance(item, (str, Sequence, np.ndarray)):
+        if not isinstance(item, str) and not _is_list(item):
             raise RequestError(
                 f"a prompt must be a text or a list of token ids, got {item!r}", param="prompt"
             )
     return items
+
+
+def _is_list(value: Any) -> bool:
+    """Whether the value is a sequence of items; bytes are no token ids."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    is_raw = isinstance(value, (bytes, bytearray, memoryview))
+    return isinstance(value, Sequence) and not is_raw
 
 
 def _as_params(params: Any, count: int) -> list[SamplingParams]:

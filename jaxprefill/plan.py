@@ -26,6 +26,8 @@ from jaxprefill.prefill.buckets import (
 from jaxprefill.prefill.padding import BufferLayout
 from jaxprefill.scheduler import SchedulerLimits
 
+MAX_RUNNING = 4096  # each request slot holds two rows of the vocabulary on the device
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
@@ -99,8 +101,10 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         page_size=config.page_size,
     )
     context = _resolve_context(config, model)
-    buckets = _resolve_buckets(config, context, is_cpu=is_cpu)
     max_running = config.max_running_requests or (16 if is_cpu else 64)
+    buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
+    if max_running > MAX_RUNNING:
+        raise ConfigError(f"max_running_requests must be at most {MAX_RUNNING}, got {max_running}")
     slots = min(config.full_prefill_max_req or max_running, max_running)
     # On a CPU two rows cost what one does, and one row of bfloat16 would convert every weight.
     smallest, factor = (2, 8) if is_cpu else (1, 4)
@@ -136,16 +140,24 @@ def _resolve_context(config: EngineConfig, model: ModelConfig) -> int:
     return context
 
 
-def _resolve_buckets(config: EngineConfig, context: int, *, is_cpu: bool) -> tuple[int, ...]:
-    """The ladder, cut at chunked_prefill_size, which becomes its last bucket."""
+def _resolve_buckets(config: EngineConfig, reach: int, *, is_cpu: bool) -> tuple[int, ...]:
+    """The ladder, cut at chunked_prefill_size, which becomes its last bucket.
+
+    `reach` is the most tokens that all running requests together can have.
+    """
     size, named = config.chunked_prefill_size, config.prefill_buckets
-    default_size = 1024 if is_cpu else 8192
     if isinstance(named, tuple):
-        return cut_ladder(named, size or max(named))
-    size = size or min(default_size, 1 << (context - 1).bit_length())
-    if named == "upstream":
-        return cut_ladder(upstream_buckets(size), size)
-    return cut_ladder(CPU_BUCKETS if is_cpu else GPU_BUCKETS, size)
+        buckets = cut_ladder(named, size or max(named))
+    else:
+        size = size or min(1024 if is_cpu else 8192, reach)
+        ladder = CPU_BUCKETS if is_cpu else GPU_BUCKETS
+        buckets = cut_ladder(upstream_buckets(size) if named == "upstream" else ladder, size)
+    if buckets[-1] > reach:
+        raise ConfigError(
+            f"a prefill bucket must be at most max_running_requests x context_length = {reach} "
+            f"tokens, got {buckets[-1]}; name smaller ones"
+        )
+    return buckets
 
 
 def _resolve_max_contexts(config: EngineConfig, context: int) -> tuple[int, ...]:
@@ -166,8 +178,8 @@ def _resolve_pages(
 ) -> int:
     """Pages of the pool: as asked, 16384 tokens on CPU, or a share of the device's memory."""
     tokens = config.kv_cache_tokens or 16384
-    if config.kv_cache_tokens is None and device.memory_bytes is not None:
-        weights = _num_weights(model) * dtype.itemsize
+    weights = _num_weights(model) * dtype.itemsize
+    if config.kv_cache_tokens is None and device.platform != "cpu":
         budget = device.memory_bytes * config.memory_fraction - weights
         tokens = math.floor(budget / token_bytes(model, dtype))
     if tokens < config.page_size:
@@ -175,7 +187,15 @@ def _resolve_pages(
             f"kv_cache_tokens must hold at least one page of {config.page_size} tokens, "
             f"got {tokens}; raise kv_cache_tokens or memory_fraction"
         )
-    return tokens // config.page_size
+    pages = tokens // config.page_size
+    needed = weights + tokens * token_bytes(model, dtype)
+    if needed > device.memory_bytes or pages * model.num_layers * config.page_size >= 2**31:
+        raise ConfigError(
+            f"kv_cache_tokens must fit the device's {device.memory_bytes / 2**30:.0f} GiB beside "
+            f"the weights, and 32-bit rows over all layers; {tokens} tokens need "
+            f"{needed / 2**30:.0f} GiB; lower it"
+        )
+    return pages
 
 
 def _num_weights(model: ModelConfig) -> int:

@@ -1,6 +1,5 @@
 """A request and what comes back: plain host data, validated where it is made."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -136,7 +135,7 @@ class Completion:
 
 
 def _as_tuple(param: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
         raise _wrong(param, "a list", value)
     return tuple(value)
 
@@ -158,7 +157,7 @@ def _check_float(
 ) -> None:
     rule = f"a number above {low} and up to {high}" if is_low_open else f"a number, {low} to {high}"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:
+    if not is_number or not low <= value <= high:  # NaN is within no range
         raise _wrong(param, rule, value)
     if is_low_open and value == low:
         raise _wrong(param, rule, value)

@@ -9,7 +9,7 @@ from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.plan import make_plan
 from tests.tiny import tiny_config
 
-CPU = DeviceInfo(platform="cpu", kind="cpu", memory_bytes=None, has_bf16_matmul=False)
+CPU = DeviceInfo(platform="cpu", kind="cpu", memory_bytes=24 * 2**30, has_bf16_matmul=False)
 GPU = DeviceInfo(platform="gpu", kind="H200", memory_bytes=140 * 2**30, has_bf16_matmul=True)
 
 
@@ -115,7 +115,8 @@ def test_the_ladder_ends_at_chunked_prefill_size():
 
 
 def test_a_short_context_does_not_compile_long_buckets():
-    assert plan(model=tiny_config(context_length=160)).ladder.buckets == (16, 64, 256)
+    found = plan(model=tiny_config(context_length=160), max_running_requests=1)
+    assert found.ladder.buckets == (16, 64, 160)
 
 
 def test_max_contexts_are_rounded_up_to_a_page_and_checked_after():
@@ -133,6 +134,11 @@ def test_max_contexts_are_rounded_up_to_a_page_and_checked_after():
         dict(prefill_buckets="fibonacci"),
         dict(kv_cache_tokens=8),
         dict(attention_backend="cutlass"),
+        dict(kv_cache_tokens=10**12),
+        dict(kv_cache_tokens=1100 * 2**20),  # 24 GiB hold it, 32-bit rows do not
+        dict(max_running_requests=10**8),
+        dict(prefill_buckets=(10**6,)),
+        dict(strict_prefill=True, prefill_backend="eager"),
     ],
 )
 def test_options_that_contradict_the_model_are_refused(options):
@@ -141,7 +147,7 @@ def test_options_that_contradict_the_model_are_refused(options):
 
 
 def test_a_device_without_backend_lists_the_candidates():
-    tpu = DeviceInfo(platform="tpu", kind="v5", memory_bytes=None, has_bf16_matmul=True)
+    tpu = DeviceInfo(platform="tpu", kind="v5", memory_bytes=2**34, has_bf16_matmul=True)
     with pytest.raises(KernelUnsupported, match="xla runs on cpu, gpu, not on tpu"):
         plan(tpu)
 

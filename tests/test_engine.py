@@ -169,7 +169,22 @@ def test_more_requests_than_slots_and_pages_all_finish(engine, checkpoint):
 
 def test_a_bad_request_runs_nothing_and_the_engine_goes_on(engine):
     before = engine.stats()["passes"]
-    for bad in (b"ab", [b"ab"], {"a": 1}, None, [None], [[1], []], [[1, 999]], "", [["a"]], [[1] * 161], 5, [5.5]):
+    for bad in (
+        b"ab",
+        [b"ab"],
+        bytearray(b"ab"),
+        np.array(3),
+        {"a": 1},
+        None,
+        [None],
+        [[1], []],
+        [[1, 999]],
+        "",
+        [["a"]],
+        [[1] * 161],
+        5,
+        [5.5],
+    ):
         with pytest.raises(RequestError):
             engine.generate(bad)
     with pytest.raises(RequestError, match="params"):
@@ -231,6 +246,9 @@ def test_chat_renders_the_template_once(engine):
     assert len(engine.chat([messages, messages], SamplingParams(max_tokens=1))) == 2
     with pytest.raises(RequestError, match="messages"):
         engine.chat([])
+    for bad in ({"role": "user", "content": "hi"}, (m for m in messages), None, "hi"):
+        with pytest.raises(RequestError, match="messages"):
+            engine.chat(bad)
 
 
 def test_a_closed_engine_says_so(checkpoint):

@@ -22,6 +22,7 @@ ADMISSION = Admission(
         ("max_tokens", True),
         ("max_tokens", 1.0),
         ("temperature", -1),
+        ("temperature", 10**400),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("top_p", 0),
@@ -38,6 +39,8 @@ ADMISSION = Admission(
         ("stop", 5),
         ("stop", None),
         ("stop", b"x"),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", "12"),
         ("stop_token_ids", 5),
         ("stop", ["a"] * 17),
         ("min_tokens", 17),
@@ -153,6 +156,10 @@ def test_text_ends_before_the_earliest_stop_string():
 
 def test_a_stop_string_across_tokens_is_found():
     assert collect("aXbXYc", stop="XY").text == "aXb"
+
+
+def test_stop_strings_are_not_sought_in_the_first_min_tokens():
+    assert collect("a!b!c", stop="!", min_tokens=2).text == "a!b"
 
 
 def test_eos_is_not_text_and_is_no_stop_reason():

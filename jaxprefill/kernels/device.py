@@ -1,5 +1,6 @@
 """The only place that looks at the chip."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +14,13 @@ class DeviceInfo:
     Attributes:
         platform: "cpu" or "gpu".
         kind: the chip's name as its driver gives it.
-        memory_bytes: memory a process may use, or None where the backend does not say (CPU).
+        memory_bytes: memory a process may use; on a CPU all of the machine's.
         has_bf16_matmul: whether bfloat16 matrix products run faster than float32.
     """
 
     platform: str
     kind: str
-    memory_bytes: int | None
+    memory_bytes: int
     has_bf16_matmul: bool
 
 
@@ -31,7 +32,7 @@ def describe_device() -> DeviceInfo:
     return DeviceInfo(
         platform=device.platform,
         kind=device.device_kind,
-        memory_bytes=stats.get("bytes_limit"),
+        memory_bytes=_main_memory() if is_cpu else stats["bytes_limit"],
         has_bf16_matmul=_has_amx() if is_cpu else True,
     )
 
@@ -42,6 +43,10 @@ def free_memory_bytes() -> int | None:
     if "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _main_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _has_amx() -> bool:

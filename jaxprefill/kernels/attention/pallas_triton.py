@@ -10,6 +10,10 @@ pool, so programs need no barrier: pool rows that are read lie before every requ
 and rows that are written lie among them. A page that one request writes and another reads must
 therefore be written in an earlier call.
 
+Where few programs face a long context, several share a tile's cached keys (split-KV): each
+leaves a part and its weight, and a second kernel adds the parts in a fixed order. A tile whose
+cached keys are few is done by one program, and the second kernel passes it by.
+
 Nothing is masked on load or store: an index past the end repeats the last live one, so a dead
 query row computes and stores what its tile's last live row does, and a stale page is never read.
 """
@@ -28,6 +32,7 @@ from jaxprefill.kernels.attention.api import (
     Attend,
     AttentionBackend,
     Capabilities,
+    RaggedBatch,
 )
 from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
 
@@ -35,6 +40,9 @@ _MASKED = -1e30
 _LOG2_E = 1.4426950408889634
 _MIN_DOT = 16  # smallest side of a Triton dot
 _MAX_PAGE_SIZE = 128
+_WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
+_MAX_SPLITS = 16
+_MIN_SPLIT_BLOCKS = 4  # a split of fewer key blocks costs more than it saves
 Ref = Any  # a Pallas reference: [index] loads and stores; jax has no public type for it
 Carry = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows D"]]
 
@@ -45,6 +53,7 @@ class _Sizes(NamedTuple):
     tile_q: int
     block_k: int
     num_tiles: int
+    num_splits: int
     group: int
     page_size: int
     scale: float
@@ -69,17 +78,20 @@ class _Refs(NamedTuple):
     first_page: Ref  # [1]
     out: Ref  # [T, H, D]
     pool: Ref  # [2, K, P * S, D]
+    parts: Ref = None  # [splits, T, H, D], float32
+    weights: Ref = None  # [splits, T, H]: base-2 logarithms of softmax sums
 
 
 class _Tile(NamedTuple):
     """One tile's integers: new tokens `start` to `end` of a request with `prefix` cached ones."""
 
     slot: Int32[Array, ""]
-    head: Int32[Array, ""]
     first: Int32[Array, ""]  # token row of the request's first new token
     start: Int32[Array, ""]
     end: Int32[Array, ""]
     prefix: Int32[Array, ""]
+    split_blocks: Int32[Array, ""]  # blocks of cached keys a split takes
+    num_splits: Int32[Array, ""]  # splits that have any
 
 
 def _power_of_two(least: int) -> int:
@@ -90,8 +102,8 @@ def _tile_shape(
     num_tokens: int, num_slots: int, max_context: int, *, page_size: int, is_decode: bool
 ) -> TileShape:
     """Tile sizes measured on an H200 with 4 query heads a KV head."""
-    tile_q = 1 if is_decode else 16 if num_tokens <= 256 else 32
-    block_k = 64
+    tile_q = 1 if is_decode else 16 if num_tokens <= 1024 else 32
+    block_k = 32 if is_decode and num_tokens >= 32 else 64
     return TileShape(
         tile_q=tile_q,
         block_k=block_k,
@@ -109,122 +121,206 @@ def make_attend(shape: TileShape, *, interpret: bool = False) -> Attend:
             tile_q=shape.tile_q,
             block_k=shape.block_k,
             num_tiles=len(batch.tile_slot),
+            num_splits=_num_splits(shape, len(q), kv_heads, page_size),
             group=q.shape[1] // kv_heads,
             page_size=page_size,
             scale=dim**-0.5 * _LOG2_E,
         )
         rows = pool.reshape(2, kv_heads, num_pages * page_size, dim)
-        call = pl.pallas_call(
-            functools.partial(_kernel, sizes=sizes),  # fresh: jax #40847
-            grid=(sizes.num_tiles, kv_heads),
-            out_shape=(
-                jax.ShapeDtypeStruct(q.shape, q.dtype),
-                jax.ShapeDtypeStruct(rows.shape, pool.dtype),
-            ),
-            input_output_aliases={0: 0, 3: 1},
-            compiler_params=_compiler_params(sizes),
-            interpret=interpret,
-            name="ragged_paged_attention",
-        )
         batch = batch._replace(num_tiles=batch.num_tiles.reshape(1))
-        out, rows = call(q, k, v, rows, batch, first_page.reshape(1))
+        operands = (q, k, v, rows, batch, first_page.reshape(1))
+        out, rows, *parts = _launch(sizes, operands, interpret=interpret)
+        if parts:
+            out = _launch_merge(sizes, batch, parts, out, interpret=interpret)
         return out, rows.reshape(pool.shape)
 
     return write_and_attend
 
 
+def _num_splits(shape: TileShape, num_tokens: int, kv_heads: int, page_size: int) -> int:
+    """Programs to share a tile's cached keys, from the tiles a full bucket has at least."""
+    if shape.pages_per_slot * page_size <= _MIN_SPLIT_BLOCKS * shape.block_k:
+        return 1
+    programs = max(num_tokens // shape.tile_q, 1) * kv_heads
+    return min(_power_of_two(max(_WANTED_PROGRAMS // programs, 1)), _MAX_SPLITS)
+
+
+def _launch(sizes: _Sizes, operands: tuple[Any, ...], *, interpret: bool) -> list[Array]:
+    """Out and pool, in the place of q and pool, then parts and weights where tiles are split."""
+    q, kv_heads = operands[0], operands[3].shape[1]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, operands[3])]
+    if sizes.num_splits > 1:
+        part = (sizes.num_splits, *q.shape)
+        shapes += [jax.ShapeDtypeStruct(size, jnp.float32) for size in (part, part[:-1])]
+    call = pl.pallas_call(
+        functools.partial(_kernel, sizes=sizes),  # fresh: jax #40847
+        grid=(sizes.num_tiles, kv_heads, sizes.num_splits),
+        out_shape=shapes,
+        input_output_aliases={0: 0, 3: 1},
+        compiler_params=_compiler_params(sizes),
+        interpret=interpret,
+        name="ragged_paged_attention",
+    )
+    return call(*operands)
+
+
+def _launch_merge(
+    sizes: _Sizes, batch: RaggedBatch, parts: list[Array], out: Array, *, interpret: bool
+) -> Array:
+    call = pl.pallas_call(
+        functools.partial(_merge_kernel, sizes=sizes),
+        grid=(sizes.num_tiles, out.shape[1]),
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        input_output_aliases={len(batch) + 2: 0},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="merge_attention_splits",
+    )
+    return call(batch, *parts, out)
+
+
 def _compiler_params(sizes: _Sizes) -> plt.CompilerParams:
-    return plt.CompilerParams(num_warps=8 if sizes.num_rows >= 128 else 4, num_stages=3)
+    return plt.CompilerParams(num_warps=4, num_stages=2 if sizes.num_rows >= 128 else 3)
 
 
 def _kernel(
-    q: Ref,
-    k: Ref,
-    v: Ref,
-    pool_in: Ref,
-    batch: Any,
-    first_page: Ref,
-    out: Ref,
-    pool: Ref,
-    *,
-    sizes: _Sizes,
+    q: Ref, k: Ref, v: Ref, pool_in: Ref, batch: Any, first_page: Ref, *results: Ref, sizes: _Sizes
 ) -> None:
-    refs = _Refs(q, k, v, pool_in, batch, first_page, out, pool)
+    refs = _Refs(q, k, v, pool_in, batch, first_page, *results)
     # Later tiles of a request see more keys: they start first.
     index, head = sizes.num_tiles - 1 - pl.program_id(0), pl.program_id(1)
+    split = pl.program_id(2)
 
     @pl.when(index < batch.num_tiles[0])
     def _() -> None:
-        tile = _read_tile(refs, index, head, sizes)
-        _write_kv(refs, tile, sizes)
-        _attend_tile(refs, tile, sizes)
+        tile = _read_tile(batch, index, sizes)
+
+        @pl.when(split == 0)
+        def _() -> None:
+            _write_kv(refs, tile, head, sizes)
+
+        @pl.when(split < tile.num_splits)
+        def _() -> None:
+            _attend_tile(refs, tile, head, split, sizes)
 
 
-def _read_tile(
-    refs: _Refs, index: Int32[Array, ""], head: Int32[Array, ""], sizes: _Sizes
-) -> _Tile:
-    batch = refs.batch
+def _read_tile(batch: Any, index: Int32[Array, ""], sizes: _Sizes) -> _Tile:
     slot, start = batch.tile_slot[index], batch.tile_start[index]
     q_len = batch.q_lens[slot]
+    prefix = batch.kv_lens[slot] - q_len
+    blocks = pl.cdiv(prefix, sizes.block_k)
+    split_blocks = jnp.maximum(pl.cdiv(blocks, sizes.num_splits), _MIN_SPLIT_BLOCKS)
     return _Tile(
         slot=slot,
-        head=head,
         first=batch.q_starts[slot],
         start=start,
         end=jnp.minimum(start + sizes.tile_q, q_len),
-        prefix=batch.kv_lens[slot] - q_len,
+        prefix=prefix,
+        split_blocks=split_blocks,
+        num_splits=jnp.maximum(pl.cdiv(blocks, split_blocks), 1),
     )
 
 
-def _write_kv(refs: _Refs, tile: _Tile, sizes: _Sizes) -> None:
+def _write_kv(refs: _Refs, tile: _Tile, head: Int32[Array, ""], sizes: _Sizes) -> None:
     """The tile's new K and V into their pool rows."""
-    token = tile.first + jnp.minimum(tile.start + _iota(sizes.tile_q), tile.end - 1)
+    token = tile.first + _last_live(tile, _iota(sizes.tile_q))
     row = refs.batch.kv_rows[token] + refs.first_page[0] * sizes.page_size
-    refs.pool[0, tile.head, row, :] = refs.k[token, tile.head, :].astype(refs.pool.dtype)
-    refs.pool[1, tile.head, row, :] = refs.v[token, tile.head, :].astype(refs.pool.dtype)
+    refs.pool[0, head, row, :] = refs.k[token, head, :].astype(refs.pool.dtype)
+    refs.pool[1, head, row, :] = refs.v[token, head, :].astype(refs.pool.dtype)
 
 
-def _attend_tile(refs: _Refs, tile: _Tile, sizes: _Sizes) -> None:
+def _last_live(tile: _Tile, offset: Int32[Array, " n"]) -> Int32[Array, " n"]:
+    """Tokens of the request at `offset` from the tile's start, none past its last."""
+    return jnp.minimum(tile.start + offset, tile.end - 1)
+
+
+def _attend_tile(
+    refs: _Refs, tile: _Tile, head: Int32[Array, ""], split: Int32[Array, ""], sizes: _Sizes
+) -> None:
     # Queries, one row a (token, head of the group).
-    row = _iota(sizes.num_rows)
-    token = jnp.minimum(tile.start + row // sizes.padded_group, tile.end - 1)
+    row, block_k = _iota(sizes.num_rows), sizes.block_k
+    token = _last_live(tile, row // sizes.padded_group)
     in_group = jnp.minimum(row % sizes.padded_group, sizes.group - 1)
-    at, heads = tile.first + token, tile.head * sizes.group + in_group
+    at, heads = tile.first + token, head * sizes.group + in_group
     queries = refs.q[at, heads, :].astype(refs.pool.dtype)
     zeros = jnp.zeros((sizes.num_rows,), jnp.float32)
     carry = (zeros + _MASKED, zeros, jnp.zeros(queries.shape, jnp.float32))
 
-    # Cached keys: all visible, but for the end of the last block.
+    # This split's cached keys: all visible, but for the end of the last block.
     def cached(block, carry):  # pyright: ignore
-        key = block * sizes.block_k + _iota(sizes.block_k)
-        keys, values = _load_cached(refs, tile, key, sizes)
-        visible = jnp.broadcast_to((key < tile.prefix)[None], (sizes.num_rows, sizes.block_k))
+        key = block * block_k + _iota(block_k)
+        keys, values = _load_cached(refs, tile, head, key, sizes)
+        visible = jnp.broadcast_to((key < tile.prefix)[None], (sizes.num_rows, block_k))
         return _online_softmax(queries, keys, values, carry, scale=sizes.scale, visible=visible)
 
-    # New keys: blocks before the tile are all visible, blocks on the diagonal are causal.
+    # New keys, in the first split: causal on the diagonal, all visible in the blocks before it.
     def new(block, carry, *, is_causal):  # pyright: ignore
-        key = block * sizes.block_k + _iota(sizes.block_k)
+        key = block * block_k + _iota(block_k)
         source = tile.first + jnp.minimum(key, tile.end - 1)
-        keys, values = refs.k[source, tile.head, :], refs.v[source, tile.head, :]
+        keys, values = refs.k[source, head, :], refs.v[source, head, :]
         visible = key[None] <= token[:, None] if is_causal else None
         return _online_softmax(queries, keys, values, carry, scale=sizes.scale, visible=visible)
 
-    block_k = sizes.block_k
-    full = tile.start // block_k
-    carry = lax.fori_loop(0, pl.cdiv(tile.prefix, block_k), cached, carry)
-    carry = lax.fori_loop(0, full, functools.partial(new, is_causal=False), carry)
-    last = pl.cdiv(tile.end, block_k)
-    _, total, acc = lax.fori_loop(full, last, functools.partial(new, is_causal=True), carry)
-    refs.out[at, heads, :] = (acc / total[:, None]).astype(refs.out.dtype)
+    first = split * tile.split_blocks
+    last = jnp.minimum(first + tile.split_blocks, pl.cdiv(tile.prefix, block_k))
+    carry = lax.fori_loop(first, last, cached, carry)
+    is_first = (split == 0).astype(jnp.int32)
+    diagonal, last = is_first * (tile.start // block_k), is_first * pl.cdiv(tile.end, block_k)
+    carry = lax.fori_loop(0, diagonal, functools.partial(new, is_causal=False), carry)
+    carry = lax.fori_loop(diagonal, last, functools.partial(new, is_causal=True), carry)
+
+    # The result, or this split's part of it.
+    top, total, acc = carry
+    acc = acc / total[:, None]
+    if sizes.num_splits == 1:
+        refs.out[at, heads, :] = acc.astype(refs.out.dtype)
+        return
+
+    @pl.when(tile.num_splits == 1)
+    def _() -> None:
+        refs.out[at, heads, :] = acc.astype(refs.out.dtype)
+
+    @pl.when(tile.num_splits > 1)
+    def _() -> None:
+        refs.parts[split, at, heads, :] = acc
+        refs.weights[split, at, heads] = top + jnp.log2(total)
+
+
+def _merge_kernel(
+    batch: Any, parts: Ref, weights: Ref, out_in: Ref, out: Ref, *, sizes: _Sizes
+) -> None:
+    """One tile and one query head: the parts' mean by their softmax sums."""
+    index, head = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(index < batch.num_tiles[0])
+    def _() -> None:
+        tile = _read_tile(batch, index, sizes)
+
+        @pl.when(tile.num_splits > 1)
+        def _() -> None:
+            at = tile.first + _last_live(tile, _iota(sizes.tile_q))
+            zeros = jnp.zeros((sizes.tile_q,), jnp.float32)
+
+            def add(split, carry):  # pyright: ignore
+                top, total, acc = carry
+                weight = weights[split, at, head]
+                new_top = jnp.maximum(top, weight)
+                rescale, share = jnp.exp2(top - new_top), jnp.exp2(weight - new_top)
+                acc = acc * rescale[:, None] + parts[split, at, head, :] * share[:, None]
+                return new_top, total * rescale + share, acc
+
+            empty = (zeros + _MASKED, zeros, jnp.zeros((sizes.tile_q, out.shape[-1]), jnp.float32))
+            _, total, acc = lax.fori_loop(0, tile.num_splits, add, empty)
+            out[at, head, :] = (acc / total[:, None]).astype(out.dtype)
 
 
 def _load_cached(
-    refs: _Refs, tile: _Tile, key: Int32[Array, " k"], sizes: _Sizes
+    refs: _Refs, tile: _Tile, head: Int32[Array, ""], key: Int32[Array, " k"], sizes: _Sizes
 ) -> tuple[Shaped[Array, "k D"], Shaped[Array, "k D"]]:
     key = jnp.minimum(key, tile.prefix - 1)
     page = refs.batch.page_table[tile.slot, key // sizes.page_size] + refs.first_page[0]
     row = page * sizes.page_size + key % sizes.page_size
-    return refs.pool_in[0, tile.head, row, :], refs.pool_in[1, tile.head, row, :]
+    return refs.pool_in[0, head, row, :], refs.pool_in[1, head, row, :]
 
 
 def _online_softmax(
