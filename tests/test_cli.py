@@ -248,7 +248,7 @@ def test_every_sampling_parameter_has_its_flag(cli):
 
 def test_flags_reach_the_engine_as_its_options():
     argv = "logprobs --prompt a --context-bucket 4K,32K --prefill-buckets 16,64 --page-size 32"
-    argv += " --strict-prefill --memory-fraction .5 --prefill-backend eager"
+    argv += " --strict-prefill --memory-fraction .5 --prefill-backend layerwise"
     config = flags.engine_config_of(make_parser().parse_args(argv.split()))
     assert config == EngineConfig(
         prefill_max_context=(4096, 32768),
@@ -256,7 +256,7 @@ def test_flags_reach_the_engine_as_its_options():
         page_size=32,
         strict_prefill=True,
         memory_fraction=0.5,
-        prefill_backend="eager",
+        prefill_backend="layerwise",
     )
 
 
