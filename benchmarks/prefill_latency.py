@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import graphs
+from benchmarks.graphs import GraphLog
 
 if TYPE_CHECKING:
     from benchmarks.rig import Rig, RigSizes
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 PATHS = ("full", "layerwise", "eager")
 GPU_CASES = (
-    "16x1,32x1,32x16,64x1,128x1,256x1,512x1,2048x1,2048x16,8192x1,30x1,30x1+4096,"
-    "d1+512,d16+512,d64+512"
+    "30x1,16x1,32x1,32x16,64x1,128x1,256x1,512x1,30x1+4096,d1+512,d16+512,d64+512,"
+    "2048x1,2048x16,8192x1"
 )
 TINY_CASES = "16x1,30x4+32,64x1,d4+32"
 RESULTS = Path(__file__).parent / "results"
@@ -62,16 +62,13 @@ class Case:
 def main() -> None:
     """See the module's docstring."""
     args = parse_args()
-    if graphs.CHILD_FLAG in sys.argv:
-        mix_executables(args)
-        return
-    counted: dict[str, Any] = {}
-    if args.graphs:
-        counted = graphs.count_graphs(args.graphs_timeout)
-        print("graphs", json.dumps(counted)[:1500], flush=True)
+    log = GraphLog() if args.graphs else None
     rig = build(args)
-    rows = measure_cases(rig, args)
-    report = {"meta": describe(rig, args) | {"graphs": counted}, "rows": rows}
+    rows = measure_cases(rig, args, log)
+    meta = describe(rig, args)
+    if log is not None:
+        meta["graphs"] = {"bodies": log.bodies(), "mix": mix_executables(rig, log)}
+    report = {"meta": meta, "rows": rows}
     out = Path(args.out or RESULTS / f"prefill_latency_{args.shape}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1))
@@ -93,12 +90,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto", help="attention backend")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--threads", type=int, default=8, help="compile threads")
-    parser.add_argument("--graphs", action="store_true", help="count graphs in a child (GPU)")
-    parser.add_argument("--graphs-timeout", type=float, default=150.0)
+    parser.add_argument("--graphs", action="store_true", help="read XLA's log and dump (GPU)")
     parser.add_argument("--budget", type=float, default=1e9, help="start no case after, seconds")
     parser.add_argument("--peer", action="store_true", help="also run peers/torch_prefill.py")
     parser.add_argument("--out", default="")
-    parser.add_argument(graphs.CHILD_FLAG, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.started = time.perf_counter()
     if args.tiny or args.shape == "tiny":
@@ -108,7 +103,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def build(args: argparse.Namespace, wanted: "set[tuple[str, ShapeKey]] | None" = None) -> "Rig":
+def build(args: argparse.Namespace) -> "Rig":
     """The rig with every executable that the cases need, compiled and warm."""
     import jax
     import jax.numpy as jnp
@@ -127,8 +122,7 @@ def build(args: argparse.Namespace, wanted: "set[tuple[str, ShapeKey]] | None" =
         max_tokens=max(64, *(case.num_tokens for case in cases)),
     )  # fmt: skip
     rig = make_rig(sizes, backend, dtype)
-    if wanted is None:
-        wanted = {(path, key_of(case, path, sizes)) for case in cases for path in paths(case, args)}
+    wanted = {(path, key_of(case, path, sizes)) for case in cases for path in paths(case, args)}
     compile_paths(rig, wanted)
     warm(rig)
     return rig
@@ -164,7 +158,9 @@ def warm(rig: "Rig") -> None:
     jax.block_until_ready(rig.state.hidden)
 
 
-def measure_cases(rig: "Rig", args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_cases(
+    rig: "Rig", args: argparse.Namespace, log: GraphLog | None
+) -> list[dict[str, Any]]:
     """One row a (case, path); a line is printed as each is done."""
     from benchmarks.rig import make_batch
 
@@ -178,44 +174,52 @@ def measure_cases(rig: "Rig", args: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             key = key_of(case, path, rig.sizes)
             row = asdict(case) | {"path": path, "key": str(key)}
+            if log is not None:
+                log.read()
             row |= measure(rig, path, key, batch, args.repeats)
-            rows.append(row | {"temp_bytes": rig.temp_bytes[path, key]})
+            row |= {"temp_bytes": rig.temp_bytes[path, key]}
+            rows.append(row | ({"graphs": log.read()._asdict()} if log is not None else {}))
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 def measure(
-    rig: "Rig", path: str, key: "ShapeKey", batch: "Batch", repeats: int
+    rig: "Rig", path: str, key: "ShapeKey", batch: "Batch", most_repeats: int
 ) -> dict[str, float]:
-    """Medians in milliseconds."""
+    """Medians in milliseconds; long steps are repeated less, but ten times at least."""
     import jax
     import numpy as np
 
     from benchmarks.rig import step
 
+    def whole() -> Any:
+        return step(rig, path, key, batch)
+
+    def body() -> Any:
+        rig.executables[path, key].run(rig.state, batch)
+        return rig.state.hidden
+
+    warm_ms = in_a_row(whole, 5)
+    repeats = max(min(most_repeats, int(800 / warm_ms)), min(most_repeats, 10))
     samples: dict[str, list[float]] = {"dispatch_ms": [], "wall_ms": [], "value_ms": []}
-    for index in range(2 * repeats + 6):
+    for index in range(2 * repeats):
         begun = time.perf_counter()
-        out = step(rig, path, key, batch)
+        out = whole()
         dispatched = time.perf_counter()
         if index % 2:
             np.asarray(out)
         else:
             jax.block_until_ready((rig.state.hidden, rig.state.pool, out))
         done = time.perf_counter()
-        if index >= 6:
-            samples["value_ms" if index % 2 else "wall_ms"].append(done - begun)
-            samples["dispatch_ms"].append(dispatched - begun)
+        samples["value_ms" if index % 2 else "wall_ms"].append(done - begun)
+        samples["dispatch_ms"].append(dispatched - begun)
     result = {name: round(statistics.median(s) * 1e3, 3) for name, s in samples.items()}
-    result["wall_min_ms"] = round(min(samples["wall_ms"]) * 1e3, 3)
-    result["back_to_back_ms"] = in_a_row(lambda: step(rig, path, key, batch), repeats)
-    run = rig.executables[path, key].run
-
-    def body() -> Any:
-        run(rig.state, batch)
-        return rig.state.hidden
-
-    return result | {"body_back_to_back_ms": in_a_row(body, repeats)}
+    return result | {
+        "wall_min_ms": round(min(samples["wall_ms"]) * 1e3, 3),
+        "back_to_back_ms": in_a_row(whole, repeats),
+        "body_back_to_back_ms": in_a_row(body, repeats),
+        "repeats": repeats,
+    }
 
 
 def in_a_row(call: Any, repeats: int) -> float:
@@ -234,59 +238,52 @@ def in_a_row(call: Any, repeats: int) -> float:
 
 
 def weight_stream(rig: "Rig") -> dict[str, float]:
-    """The floor: a read-only pass over the body's weights, and the rate it reached."""
+    """The floor: the rate of a read-only pass over the largest weights, and what it means."""
     import jax
     import jax.numpy as jnp
 
-    tables = ("embedding", "head", "norms")
-    body = [
-        leaf
-        for path, leaf in zip(rig.tree.paths, rig.state.leaves, strict=True)
-        if path not in tables
-    ]
+    named = dict(zip(rig.tree.paths, rig.state.leaves, strict=True))
+    large = [leaf for path, leaf in named.items() if path.endswith("gate_up")]
 
-    def total(leaves: list[jax.Array]) -> jax.Array:
-        return jnp.stack([jnp.sum(leaf, dtype=jnp.float32) for leaf in leaves])
+    def largest(leaves: list[jax.Array]) -> jax.Array:
+        return jnp.stack([jnp.max(leaf.reshape(-1)) for leaf in leaves])
 
-    summed = jax.jit(total).lower(body).compile(compiler_options=rig.options)
-    time_ms = in_a_row(lambda: summed(body), 10)
-    size, head = sum(leaf.nbytes for leaf in body), rig.state.head.nbytes
-    rate = size / time_ms * 1e3
+    read = jax.jit(largest).lower(large).compile(compiler_options=rig.options)
+    rate = sum(leaf.nbytes for leaf in large) / in_a_row(lambda: read(large), 10)  # bytes a ms
+    body = sum(leaf.nbytes for path, leaf in named.items() if path.startswith("layers."))
+    head = rig.state.head.nbytes
     return {
-        "body_bytes": size,
+        "body_bytes": body,
         "head_bytes": head,
-        "read_bytes_per_s": round(rate),
-        "body_floor_ms": round(time_ms, 3),
-        "body_and_head_floor_ms": round((size + head) / rate * 1e3, 3),
+        "read_tb_per_s": round(rate / 1e9, 3),
+        "body_ms": round(body / rate, 3),
+        "body_and_head_ms": round((body + head) / rate, 3),
     }
 
 
-def mix_executables(args: argparse.Namespace) -> None:
-    """What the child runs: a few bodies and heads in random order, log lines kept apart by marks."""
+def mix_executables(rig: "Rig", log: GraphLog) -> dict[str, Any]:
+    """A server's mix: small bodies and heads in random order, random splits into requests."""
     import jax
     import numpy as np
 
     from benchmarks.rig import make_batch, step
 
-    rig = build(args, wanted=_mix_keys(args))
     rng = np.random.default_rng(1)
-    keys = list(rig.executables)
-    for index in range(8 + 100):
-        if index == 8:
-            print("graphs-mix-begins", file=sys.stderr, flush=True)
-        path, key = keys[index % len(keys) if index < 8 else rng.integers(len(keys))]
+    keys = [
+        (path, key)
+        for path, key in rig.executables
+        if path in ("full", "decode") and key.num_tokens <= 512
+    ]
+    log.read()
+    results: list[Any] = []
+    for index in range(200):
+        path, key = keys[rng.integers(len(keys))]
         count = int(rng.integers(1, min(key.num_slots, key.num_tokens, 16) + 1))
         lens = [1] * count if path == "decode" else [key.num_tokens // count] * count
         batch = make_batch(rig, lens, 16, is_decode=path == "decode", seed=index)
-        jax.block_until_ready(step(rig, path, key, batch))
-
-
-def _mix_keys(args: argparse.Namespace) -> "set[tuple[str, ShapeKey]]":
-    from jaxprefill.prefill.buckets import ShapeKey
-
-    shapes = [("full", 16, args.slots), ("full", 64, args.slots), ("full", 256, args.slots)]
-    shapes.append(("decode", 16, 16))
-    return {(path, ShapeKey(tokens, slots, args.max_context)) for path, tokens, slots in shapes}
+        results = [*results[-1:], step(rig, path, key, batch)]  # read one step late, as engines do
+        jax.block_until_ready(results[0])
+    return {"steps": 200, "executables": len(keys)} | log.read()._asdict()
 
 
 def describe(rig: "Rig", args: argparse.Namespace) -> dict[str, Any]:
@@ -319,10 +316,11 @@ def print_table(report: dict[str, Any]) -> None:
     meta = report["meta"]
     print(f"\n{meta['device']}, jax {meta['jax']}, {meta['attention']}, floor {meta['floor']}")
     names = ("wall_ms", "value_ms", "dispatch_ms", "back_to_back_ms", "body_back_to_back_ms")
-    print(f"{'tokens':>7}{'reqs':>5}{'prefix':>7}  {'path':10}", *(f"{n:>21}" for n in names))
+    title = f"{'tokens':>7}{'reqs':>5}{'prefix':>7}  {'path':10}"
+    print(title, *(f"{name:>21}" for name in names), "     temp_mb")
     for row in report["rows"]:
         head = f"{row['num_tokens']:7}{row['num_requests']:5}{row['prefix']:7}  {row['path']:10}"
-        print(head, *(f"{row[name]:21.3f}" for name in names), f"  temp {row['temp_bytes']}")
+        print(head, *(f"{row[name]:21.3f}" for name in names), f"{row['temp_bytes'] / 1e6:13.1f}")
 
 
 def run_peer(args: argparse.Namespace) -> None:

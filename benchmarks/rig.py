@@ -156,7 +156,7 @@ def compile_paths(rig: Rig, wanted: set[tuple[str, ShapeKey]]) -> None:
         on_done=lambda record: rig.compile_s.update({record.name: record.compile_s}),
     )
     rig.heads = {count: done[f"greedy {count}"] for count in rows}
-    for (path, key), body in bodies.items():
+    for (path, _), body in bodies.items():
         _assemble(rig, path, body, done)
 
 
@@ -182,8 +182,9 @@ def _assemble(rig: Rig, path: str, body: Body, done: dict[str, Compiled]) -> Non
 
 
 def make_batch(rig: Rig, lens: list[int], prefix: int, *, is_decode: bool, seed: int = 0) -> Batch:
-    """One request a length, each behind `prefix` cached tokens, its pages scattered over the pool."""
+    """One request a length, each behind `prefix` cached tokens, its pages scattered."""
     rng, size = np.random.default_rng(seed), rig.sizes.page_size
+    vocab = rig.config.vocab_size
     counts = [-(-(prefix + q_len) // size) for q_len in lens]
     order = rng.permutation(rig.sizes.pool_tokens // size)
     ends = np.cumsum(counts)
@@ -191,12 +192,12 @@ def make_batch(rig: Rig, lens: list[int], prefix: int, *, is_decode: bool, seed:
         BatchRow(
             request_id=str(slot),
             slot=slot,
-            token_ids=None if is_decode else rng.integers(rig.config.vocab_size, size=q_len).tolist(),
+            token_ids=None if is_decode else rng.integers(vocab, size=q_len).tolist(),
             kv_len=prefix + q_len,
             pages=order[end - count : end].tolist(),
         )
         for slot, (q_len, count, end) in enumerate(zip(lens, counts, ends, strict=True))
-    ]  # fmt: skip
+    ]
     return Batch(rows=tuple(rows), is_decode=is_decode)
 
 
@@ -209,12 +210,9 @@ def step(rig: Rig, path: str, key: ShapeKey, batch: Batch) -> jax.Array:
 def run_head(rig: Rig, batch: Batch, *, least_rows: int = 1) -> jax.Array:
     """The greedy head over each request's last row, in the smallest head that holds them."""
     ends = np.cumsum([row.q_len for row in batch.rows])
-    spec = SampleSpec(
-        params=SamplingParams(temperature=0.0), seed=0, position=0, num_generated=0
-    )
+    spec = SampleSpec(params=SamplingParams(temperature=0.0), seed=0, position=0, num_generated=0)
     wanted = [
-        RowToSample(int(end) - 1, row.slot, spec)
-        for end, row in zip(ends, batch.rows, strict=True)
+        RowToSample(int(end) - 1, row.slot, spec) for end, row in zip(ends, batch.rows, strict=True)
     ]
     rows = min(count for count in rig.heads if count >= max(len(wanted), least_rows))
     state = rig.state

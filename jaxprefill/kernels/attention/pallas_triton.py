@@ -19,6 +19,7 @@ query row computes and stores what its tile's last live row does, and a stale pa
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,7 @@ class _Sizes(NamedTuple):
 
 
 class _Refs(NamedTuple):
-    """The kernel's operands, then its results. `pool_in` and `pool` are one array, q and out too."""
+    """The kernel's operands and results; `pool_in` and `pool` are one array, q and out too."""
 
     q: Ref  # [T, H, D]
     k: Ref  # [T, K, D]
@@ -145,7 +146,7 @@ def _num_splits(shape: TileShape, num_tokens: int, kv_heads: int, page_size: int
     return min(_power_of_two(max(_WANTED_PROGRAMS // programs, 1)), _MAX_SPLITS)
 
 
-def _launch(sizes: _Sizes, operands: tuple[Any, ...], *, interpret: bool) -> list[Array]:
+def _launch(sizes: _Sizes, operands: tuple[Any, ...], *, interpret: bool) -> tuple[Array, ...]:
     """Out and pool, in the place of q and pool, then parts and weights where tiles are split."""
     q, kv_heads = operands[0], operands[3].shape[1]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, operands[3])]
@@ -161,11 +162,11 @@ def _launch(sizes: _Sizes, operands: tuple[Any, ...], *, interpret: bool) -> lis
         interpret=interpret,
         name="ragged_paged_attention",
     )
-    return call(*operands)
+    return tuple(call(*operands))
 
 
 def _launch_merge(
-    sizes: _Sizes, batch: RaggedBatch, parts: list[Array], out: Array, *, interpret: bool
+    sizes: _Sizes, batch: RaggedBatch, parts: Sequence[Array], out: Array, *, interpret: bool
 ) -> Array:
     call = pl.pallas_call(
         functools.partial(_merge_kernel, sizes=sizes),
