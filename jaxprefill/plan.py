@@ -99,6 +99,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         platform=device.platform,
         dtype=dtype.name,
         page_size=config.page_size,
+        head_dim=model.head_dim,
     )
     context = _resolve_context(config, model)
     max_running = config.max_running_requests or (16 if is_cpu else 64)
@@ -120,7 +121,9 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         num_pages=_resolve_pages(config, model, device, dtype),
         ladder=BucketLadder(buckets, slots, _resolve_max_contexts(config, context)),
         decode_slots=slot_buckets(max_running, smallest=smallest, factor=factor),
-        eager_ladder=BucketLadder(coarse_buckets(buckets[-1]), max_running, (context,)),
+        eager_ladder=BucketLadder(
+            coarse_buckets(buckets[-1], factor=16 if is_cpu else 4), max_running, (context,)
+        ),
         sample_rows=slot_buckets(max_running, smallest=smallest, factor=factor),
         score_rows=(16, 128) if is_cpu else (16, 256),
     )

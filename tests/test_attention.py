@@ -252,13 +252,13 @@ def test_tiles_cover_each_token_once_within_capacity(q_lens, tile_q):
 
 
 def test_auto_and_the_name_select_a_backend_that_fits():
-    needs = dict(platform="cpu", dtype="float32", page_size=16)
+    needs = dict(platform="cpu", dtype="float32", page_size=16, head_dim=64)
     assert select_backend("auto", **needs) is select_backend("xla", **needs)
 
 
 def test_an_unknown_backend_name_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError) as caught:
-        select_backend("flash", platform="cpu", dtype="float32", page_size=16)
+        select_backend("flash", platform="cpu", dtype="float32", page_size=16, head_dim=64)
     assert all(backend.name in str(caught.value) for backend in BACKENDS)
     assert "'flash'" in str(caught.value)
 
@@ -272,7 +272,7 @@ def test_an_unknown_backend_name_is_refused_with_the_known_ones():
     ],
 )
 def test_refusal_lists_every_candidate_and_its_reason(needs, reason):
-    fits = dict(platform="cpu", dtype="float32", page_size=16)
+    fits = dict(platform="cpu", dtype="float32", page_size=16, head_dim=64)
     with pytest.raises(KernelUnsupported) as caught:
         select_backend("auto", **(fits | needs))
     message = str(caught.value)

@@ -52,9 +52,9 @@ class Capabilities:
     platforms: frozenset[str]
     dtypes: frozenset[str]
     max_page_size: int
-    has_max_context: bool = True
+    head_dims: frozenset[int] | None = None  # None: any
 
-    def lacks(self, *, platform: str, dtype: str, page_size: int) -> str | None:
+    def lacks(self, *, platform: str, dtype: str, page_size: int, head_dim: int) -> str | None:
         """The first need that is not met, in words, or None."""
         if platform not in self.platforms:
             return f"runs on {', '.join(sorted(self.platforms))}, not on {platform}"
@@ -62,6 +62,9 @@ class Capabilities:
             return f"takes {', '.join(sorted(self.dtypes))}, not {dtype}"
         if page_size > self.max_page_size:
             return f"takes pages of up to {self.max_page_size} tokens, not {page_size}"
+        if self.head_dims is not None and head_dim not in self.head_dims:
+            known = ", ".join(map(str, sorted(self.head_dims)))
+            return f"takes head dims {known}, not {head_dim}"
         return None
 
 

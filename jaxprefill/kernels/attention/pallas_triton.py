@@ -361,6 +361,7 @@ PALLAS_TRITON = AttentionBackend(
         platforms=frozenset({"gpu"}),
         dtypes=frozenset({"float32", "bfloat16"}),
         max_page_size=_MAX_PAGE_SIZE,
+        head_dims=frozenset({16, 32, 64, 128, 256}),  # sides of a Triton dot: powers of two
     ),
     tile_shape=_tile_shape,
     make=make_attend,

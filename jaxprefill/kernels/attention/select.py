@@ -2,12 +2,15 @@
 
 from jaxprefill.errors import ConfigError, KernelUnsupported
 from jaxprefill.kernels.attention.api import AttentionBackend
+from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
 
-BACKENDS: tuple[AttentionBackend, ...] = (XLA,)
+BACKENDS: tuple[AttentionBackend, ...] = (PALLAS_TRITON, XLA)
 
 
-def select_backend(name: str, *, platform: str, dtype: str, page_size: int) -> AttentionBackend:
+def select_backend(
+    name: str, *, platform: str, dtype: str, page_size: int, head_dim: int
+) -> AttentionBackend:
     """The named backend, or with "auto" the first that fits.
 
     Raises:
@@ -20,11 +23,13 @@ def select_backend(name: str, *, platform: str, dtype: str, page_size: int) -> A
         raise ConfigError(f"attention_backend must be auto or one of {known}, got {name!r}")
     reasons: list[str] = []
     for backend in candidates:
-        lack = backend.capabilities.lacks(platform=platform, dtype=dtype, page_size=page_size)
+        lack = backend.capabilities.lacks(
+            platform=platform, dtype=dtype, page_size=page_size, head_dim=head_dim
+        )
         if lack is None:
             return backend
         reasons.append(f"{backend.name} {lack}")
     raise KernelUnsupported(
-        f"no attention backend can serve {dtype} on {platform} with pages of {page_size}: "
-        + "; ".join(reasons)
+        f"no attention backend can serve {dtype} on {platform} with pages of {page_size} and "
+        f"head dim {head_dim}: " + "; ".join(reasons)
     )
