@@ -18,6 +18,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return ["__version__", *_HOMES]
+
+
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxprefill' has no attribute {name!r}")

@@ -4,7 +4,7 @@ Host only, and before any device sees it: JAX would clamp a bad id silently.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,12 @@ class Admission:
             )
         self._check_ids("prompt", ids)
         return ids
+
+    def chat_ids(self, messages: Any, template_options: Mapping[str, Any]) -> tuple[int, ...]:
+        """The ids of a rendered conversation; only the template adds special tokens."""
+        text = self.tokenizer.apply_chat_template(messages, **template_options)
+        self._check_characters(text)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _check_characters(self, prompt: str) -> None:
         """A token covers a bounded number of characters, so absurd texts need no tokenizing."""

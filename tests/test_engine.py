@@ -1,6 +1,7 @@
 """The engine against the float64 oracle: whole, chunked, batched, mixed, padded."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -249,6 +250,18 @@ def test_chat_renders_the_template_once(engine):
     for bad in ({"role": "user", "content": "hi"}, (m for m in messages), None, "hi"):
         with pytest.raises(RequestError, match="messages"):
             engine.chat(bad)
+
+
+def test_threads_take_turns(engine):
+    prompts = [random_prompt(n, seed=n) for n in (5, 20, 33, 9)]
+    alone = [engine.logprobs([ids]) for ids in prompts]
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        assert list(pool.map(lambda ids: engine.logprobs([ids]), prompts)) == alone
+
+
+def test_a_chat_too_long_by_its_characters_is_not_tokenised(engine):
+    with pytest.raises(RequestError, match="characters"):
+        engine.chat([{"role": "user", "content": "." * 100_000}])
 
 
 def test_a_closed_engine_says_so(checkpoint):

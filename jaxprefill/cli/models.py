@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     emit_table(("name", "description", "licence", ">size", "source", "cached"), rows)
     if not args.quiet:
-        note("Any GGUF file can be used as well: --model PATH")
+        note("A GGUF file of the Llama family can be used as well: --model PATH")
     return 0
 
 
