@@ -49,7 +49,8 @@ def check_backend(made, checkpoint, path):
     assert change(before["fallbacks"], after["fallbacks"]) == (
         {"disabled": ran["eager"]} if path == "eager" else {}
     )
-    assert after["compilations_after_ready"] == 0
+    # Other engines of this process may have compiled before, so the count is compared.
+    assert after["compilations_after_ready"] == before["compilations_after_ready"]
 
 
 def test_one_context_more_than_the_maximum_falls_back_and_says_so(checkpoint, caplog):
