@@ -71,13 +71,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--paths", default="full,layerwise,eager")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         for start in ("cold", "warm"):
             rows.append({"what": "start", "path": start, "s": round(start_up(cache), 1)})
             print(rows[-1], flush=True)
-        for path in ("full", "layerwise", "eager"):
+        for path in args.paths.split(","):
             with Engine(prefill_backend=path, compile_cache=cache) as engine:
                 found = list(prefill_rows(engine, path, args.runs))
                 found += list(decode_rows(engine)) if path == "full" else []
