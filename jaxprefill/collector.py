@@ -34,10 +34,7 @@ class Collector:
         self.token_ids.append(token)
         self._logprobs.append(logprob)
         self._top.append(_with_chosen(top, token, logprob, self.request.params.logprobs or 0))
-        is_end = token in self.request.stop_ids and (
-            len(self.token_ids) > self.request.params.min_tokens
-        )
-        if not is_end:
+        if not self.request.is_ended_by(token, len(self.token_ids)):
             self._add_text(self._detokenizer.push(token))
 
     def finish(self, reason: FinishReason) -> None:

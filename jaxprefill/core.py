@@ -165,7 +165,7 @@ class EngineCore:
         if token is not None:
             state.output_ids.append(token.token)
         reason: FinishReason | None = None
-        if token is not None and self._is_stop(state, token.token):
+        if token is not None and state.request.is_ended_by(token.token, len(state.output_ids)):
             reason = "stop"
         elif len(state.output_ids) >= state.max_tokens and self._is_computed(state):
             reason = "length"
@@ -173,11 +173,6 @@ class EngineCore:
         if reason is not None:
             return self._finish(state, reason, tokens, tuple(logprobs))
         return RequestUpdate(request=state.request, tokens=tokens, prompt_logprobs=tuple(logprobs))
-
-    @staticmethod
-    def _is_stop(state: RequestState, token: int) -> bool:
-        is_early = len(state.output_ids) <= state.request.params.min_tokens
-        return token in state.request.stop_ids and not is_early
 
     @staticmethod
     def _is_computed(state: RequestState) -> bool:
@@ -191,7 +186,6 @@ class EngineCore:
         tokens: tuple[SampledToken, ...],
         logprobs: tuple[float, ...],
     ) -> RequestUpdate:
-        state.finish_reason = reason
         self.abort(state.request.id)
         return RequestUpdate(
             request=state.request,

@@ -64,7 +64,6 @@ class EnginePlan:
             max_batch_requests=self.ladder.num_slots,
             max_running=self.max_running,
             prefill_context=self.ladder.max_contexts[-1],
-            context_length=self.context_length,
             buckets=self.ladder.buckets,
             split_above=1.5 if self.device.platform == "cpu" else math.inf,
         )

@@ -108,6 +108,10 @@ class Request:
         """Number of prompt tokens."""
         return len(self.prompt_ids)
 
+    def is_ended_by(self, token: int, num_generated: int) -> bool:
+        """Whether this token, the `num_generated`-th of the output, ends the request."""
+        return token in self.stop_ids and num_generated > self.params.min_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:

@@ -21,7 +21,6 @@ class Simulation:
             max_batch_requests=4,
             max_running=4,
             prefill_context=256,
-            context_length=256,
         )
         self.pages = PageAllocator(num_pages, page_size)
         self.limits = SchedulerLimits(**(sizes | limits))

@@ -13,7 +13,6 @@ class SchedulerLimits:
         max_batch_requests: request slots of a prefill executable.
         max_running: requests that hold a slot at once.
         prefill_context: longest context a prefill executable takes; longer rows go together.
-        context_length: longest prompt plus output.
         buckets: token counts of the prefill executables, ascending.
         split_above: where padding a step up would exceed this factor, the step is cut down to
             the bucket below and the rest follows. Pays where time grows with tokens (a CPU), not
@@ -24,7 +23,6 @@ class SchedulerLimits:
     max_batch_requests: int
     max_running: int
     prefill_context: int
-    context_length: int
     buckets: tuple[int, ...] = ()
     split_above: float = math.inf
 

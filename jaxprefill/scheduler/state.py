@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jaxprefill.batch import BatchRow, SampleSpec
-from jaxprefill.request import FinishReason, Request
+from jaxprefill.request import Request
 
 
 class Status(Enum):
@@ -43,7 +43,6 @@ class RequestState:
     slot: int | None = None
     is_slot_ready: bool = False
     pages: list[int] = field(default_factory=list[int])
-    finish_reason: FinishReason | None = None
 
     @property
     def is_prefilled(self) -> bool:
