@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
-from jaxprefill.kernels.attention import AttentionBackend, RaggedBatch
+from jaxprefill.kernels.attention import CAUSAL, AttentionBackend, RaggedBatch
 from jaxprefill.models.decoder import LayerInputs
 from jaxprefill.models.tree import Leaves, ModelTree
 from jaxprefill.prefill.padding import BufferLayout
@@ -57,7 +57,7 @@ class Body:
         """`layout` fixes every static size."""
         self.tree = tree
         self.layout = layout
-        self.attend = backend.make(layout.tiles)
+        self.attend = backend.make(layout.tiles, CAUSAL)
 
     def layer(
         self,

@@ -1,7 +1,9 @@
 """Causal ragged paged attention: prefill, chunked prefill, mixed batches and decode in one op."""
 
 from jaxprefill.kernels.attention.api import (
+    CAUSAL,
     AttentionBackend,
+    AttentionSpec,
     Capabilities,
     RaggedBatch,
     pool_dtype,
@@ -10,7 +12,9 @@ from jaxprefill.kernels.attention.select import select_backend
 from jaxprefill.kernels.attention.tiles import TileShape, plan_tiles
 
 __all__ = [
+    "CAUSAL",
     "AttentionBackend",
+    "AttentionSpec",
     "Capabilities",
     "RaggedBatch",
     "TileShape",

@@ -28,6 +28,19 @@ class RaggedBatch(NamedTuple):
     num_tiles: Int32[Array, ""]
 
 
+class AttentionSpec(NamedTuple):
+    """What a kind of layer asks of attention beyond causality; static, so compiled in.
+
+    Attributes:
+        window: the most recent keys a query sees, its own among them; None: all.
+    """
+
+    window: int | None = None
+
+
+CAUSAL = AttentionSpec()
+
+
 # One layer's attention: writes the new K and V into the pool [2, K, P, S, D], then attends.
 # (q [T, H, D], k [T, K, D], v [T, K, D], pool, batch, first_page) -> (out [T, H, D], pool);
 # first_page is where the layer's pages begin in the pool. The pool must be donated or dead; it
@@ -53,8 +66,17 @@ class Capabilities:
     dtypes: frozenset[str]
     max_page_size: int
     head_dims: frozenset[int] | None = None  # None: any
+    has_window: bool = False
 
-    def lacks(self, *, platform: str, dtype: str, page_size: int, head_dim: int) -> str | None:
+    def lacks(
+        self,
+        *,
+        platform: str,
+        dtype: str,
+        page_size: int,
+        head_dim: int,
+        spec: AttentionSpec = CAUSAL,
+    ) -> str | None:
         """The first need that is not met, in words, or None."""
         if platform not in self.platforms:
             return f"runs on {', '.join(sorted(self.platforms))}, not on {platform}"
@@ -65,6 +87,8 @@ class Capabilities:
         if self.head_dims is not None and head_dim not in self.head_dims:
             known = ", ".join(map(str, sorted(self.head_dims)))
             return f"takes head dims {known}, not {head_dim}"
+        if spec.window is not None and not self.has_window:
+            return f"has no sliding window, and {spec.window} is asked"
         return None
 
 
@@ -86,7 +110,7 @@ class AttentionBackend:
     name: str
     capabilities: Capabilities
     tile_shape: ChooseTiles
-    make: Callable[[TileShape], Attend]
+    make: Callable[[TileShape, AttentionSpec], Attend]
 
 
 def pool_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:

@@ -30,8 +30,10 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention.api import (
+    CAUSAL,
     Attend,
     AttentionBackend,
+    AttentionSpec,
     Capabilities,
     RaggedBatch,
 )
@@ -113,8 +115,11 @@ def _tile_shape(
     )
 
 
-def make_attend(shape: TileShape, *, interpret: bool = False) -> Attend:
+def make_attend(
+    shape: TileShape, spec: AttentionSpec = CAUSAL, *, interpret: bool = False
+) -> Attend:
     """Attention of one compiled shape; `interpret` runs it on any device, slowly."""
+    assert spec == CAUSAL, "capabilities are checked at start-up"
 
     def write_and_attend(q, k, v, pool, batch, first_page):  # pyright: ignore
         kv_heads, num_pages, page_size, dim = pool.shape[1:]

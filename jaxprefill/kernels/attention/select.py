@@ -1,7 +1,7 @@
 """The ordered list of attention backends, and the choice among them at start-up."""
 
 from jaxprefill.errors import ConfigError, KernelUnsupported
-from jaxprefill.kernels.attention.api import AttentionBackend
+from jaxprefill.kernels.attention.api import CAUSAL, AttentionBackend, AttentionSpec
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
 
@@ -9,7 +9,13 @@ BACKENDS: tuple[AttentionBackend, ...] = (PALLAS_TRITON, XLA)
 
 
 def select_backend(
-    name: str, *, platform: str, dtype: str, page_size: int, head_dim: int
+    name: str,
+    *,
+    platform: str,
+    dtype: str,
+    page_size: int,
+    head_dim: int,
+    spec: AttentionSpec = CAUSAL,
 ) -> AttentionBackend:
     """The named backend, or with "auto" the first that fits.
 
@@ -24,7 +30,7 @@ def select_backend(
     reasons: list[str] = []
     for backend in candidates:
         lack = backend.capabilities.lacks(
-            platform=platform, dtype=dtype, page_size=page_size, head_dim=head_dim
+            platform=platform, dtype=dtype, page_size=page_size, head_dim=head_dim, spec=spec
         )
         if lack is None:
             return backend

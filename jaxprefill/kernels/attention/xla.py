@@ -13,8 +13,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention.api import (
+    CAUSAL,
     Attend,
     AttentionBackend,
+    AttentionSpec,
     Capabilities,
     RaggedBatch,
     as_numbers,
@@ -43,7 +45,8 @@ def _tile_shape(
     )
 
 
-def _make(shape: TileShape) -> Attend:
+def _make(shape: TileShape, spec: AttentionSpec = CAUSAL) -> Attend:
+    assert spec == CAUSAL, "capabilities are checked at start-up"
     attend = _decode if shape.tile_q == 1 else _prefill
 
     def write_and_attend(
