@@ -9,9 +9,9 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-_DUMP = "*thunk_sequence_after_thunk_passes.txt"
+_DUMP = "thunk_sequence_after_thunk_passes.txt"
 _UPDATED = re.compile(r"Updated command buffer in (\d+) .s; num_commands=(\d+)")
 
 
@@ -22,6 +22,13 @@ class GraphUse(NamedTuple):
     updates: int
     updated_nodes: dict[int, int]  # graph size -> updates
     update_us: int
+
+
+class ModuleGraphs(NamedTuple):
+    """CUDA graphs of one executable, and the launches inside and outside them."""
+
+    graphs: int
+    nodes: int
 
 
 class GraphLog:
@@ -55,17 +62,11 @@ class GraphLog:
             update_us=sum(us for us, _ in found),
         )
 
-    def bodies(self) -> list[dict[str, Any]]:
-        """One record an executable of more than 100 thunks: its graphs, and its nodes by kind."""
-        records: list[dict[str, Any]] = []
-        for path in sorted(self._folder.glob(_DUMP)):
-            kinds = collections.Counter(
-                re.findall(r"^ *\d+: (k\w+)", path.read_text(errors="replace"), re.MULTILINE)
-            )
-            graphs = kinds.pop("kCommandBuffer", 0)
-            if kinds.total() > 100:
-                module = path.name.split(".thunk_sequence")[0]
-                records.append(
-                    {"module": module, "graphs": graphs, "nodes": kinds.total(), "kinds": kinds}
-                )
-        return records
+    def of_module(self, name: str) -> ModuleGraphs:
+        """What the executable runs that XLA calls `jit_{name}`."""
+        kinds: collections.Counter[str] = collections.Counter()
+        for path in self._folder.glob(f"*.jit_{name}.*{_DUMP}"):
+            text = path.read_text(errors="replace")
+            kinds.update(re.findall(r"^ *\d+: (k\w+)", text, re.MULTILINE))
+        graphs = kinds.pop("kCommandBuffer", 0)
+        return ModuleGraphs(graphs, kinds.total())

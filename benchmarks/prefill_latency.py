@@ -10,6 +10,7 @@ A case is tokens x requests + cached prefix ("30x1+4096"), or d + slots + prefix
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def main() -> None:
     rows = measure_cases(rig, args, log)
     meta = describe(rig, args)
     if log is not None:
-        meta["graphs"] = {"bodies": log.bodies(), "mix": mix_executables(rig, log)}
+        meta["mix"] = mix_executables(rig, log)
     report = {"meta": meta, "rows": rows}
     out = Path(args.out or RESULTS / f"prefill_latency_{args.shape}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -178,9 +179,20 @@ def measure_cases(
                 log.read()
             row |= measure(rig, path, key, batch, args.repeats)
             row |= {"temp_bytes": rig.temp_bytes[path, key]}
-            rows.append(row | ({"graphs": log.read()._asdict()} if log is not None else {}))
+            if log is not None:
+                row |= graph_facts(log, path, key)
+            rows.append(row)
             print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def graph_facts(log: GraphLog, path: str, key: "ShapeKey") -> dict[str, Any]:
+    """Graphs and launches of a one-executable path, and re-recordings while it was measured."""
+    updates = {"graph_updates": log.read().updates}
+    if path not in ("full", "decode"):
+        return updates
+    name = re.sub(r"\W+", "_", f"{path} {key}")
+    return updates | log.of_module(name)._asdict()
 
 
 def measure(

@@ -28,6 +28,7 @@ from jaxprefill.prefill.compiler import (
 from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
 from jaxprefill.prefill.forward import Body
 from jaxprefill.prefill.padding import BufferLayout
+from jaxprefill.prefill.staging import Staging
 from jaxprefill.request import SamplingParams
 from jaxprefill.sampling.head import HeadFunctions
 from jaxprefill.sampling.pack import NUM_WORDS, RowToSample, pack_rows
@@ -149,6 +150,9 @@ def compile_paths(rig: Rig, wanted: set[tuple[str, ShapeKey]]) -> None:
             jobs += LayerwiseExecutable.jobs(f"{path} {key}", body, rig.state)
     rows = slot_buckets(64)
     jobs += [_head_job(rig, count) for count in rows]
+    if jax.default_backend() == "gpu":
+        uploads = [Staging.job(body.layout, replicated(make_mesh())) for body in bodies.values()]
+        jobs += {job.name: job for job in uploads}.values()
     done = compile_all(
         jobs,
         options=rig.options,
@@ -165,13 +169,21 @@ def _head_job(rig: Rig, rows: int) -> CompileJob:
     words = jax.ShapeDtypeStruct((rows, NUM_WORDS), np.int32)
     arguments = (state.head, state.hidden, state.last_tokens, words)
     function = HeadFunctions(rig.config.vocab_size).greedy
-    return CompileJob(name=f"greedy {rows}", function=function, arguments=arguments, donated=(2,))
+    return CompileJob(
+        name=f"greedy {rows}",
+        function=function,
+        arguments=arguments,
+        donated=(2,),
+        is_graph=False,
+    )
 
 
 def _assemble(rig: Rig, path: str, body: Body, done: dict[str, Compiled]) -> None:
     key, name = body.layout.key, f"{path} {body.layout.key}"
     if path in ("full", "decode"):
-        rig.executables[path, key] = PrefillExecutable(key, body, done[name])
+        is_staged = jax.default_backend() == "gpu"
+        staging = Staging(body.layout, done, replicated(make_mesh())) if is_staged else None
+        rig.executables[path, key] = PrefillExecutable(key, body, done[name], staging)
         rig.temp_bytes[path, key] = done[name].record.temp_bytes
         return
     parts = {part: done[f"{name}/{part}"] for part in LayerwiseExecutable.PARTS}

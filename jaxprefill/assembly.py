@@ -20,8 +20,10 @@ from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
 from jaxprefill.prefill.forward import Body
+from jaxprefill.prefill.padding import BufferLayout
 from jaxprefill.prefill.policy import PrefillPolicy
 from jaxprefill.prefill.runner import PrefillRunner
+from jaxprefill.prefill.staging import Staging
 from jaxprefill.sampling.head import HeadFunctions, head_jobs
 from jaxprefill.sampling.runner import HeadRunner
 
@@ -50,11 +52,15 @@ class Assembly:
             key = plan.decode_key(slots)
             body = self._body(key, is_decode=True)
             jobs.append(PrefillExecutable.job(f"decode {key}", body, self.shapes))
-        return jobs + head_jobs(
-            HeadFunctions(self.num_valid),
-            self.shapes,
-            sample_rows=plan.sample_rows,
-            score_rows=plan.score_rows,
+        return (
+            jobs
+            + self._staging_jobs()
+            + head_jobs(
+                HeadFunctions(self.num_valid),
+                self.shapes,
+                sample_rows=plan.sample_rows,
+                score_rows=plan.score_rows,
+            )
         )
 
     def allocate(self, leaves: Leaves) -> DeviceState:
@@ -90,6 +96,7 @@ class Assembly:
                 plan.decode_key(slots),
                 self._body(plan.decode_key(slots), is_decode=True),
                 compiled[f"decode {plan.decode_key(slots)}"],
+                self._staging(plan.layout(plan.decode_key(slots), is_decode=True), compiled),
             )
             for slots in plan.decode_slots
         }
@@ -110,7 +117,12 @@ class Assembly:
         executables: dict[ShapeKey, Any] = {}
         if backend == "full":
             executables = {
-                key: PrefillExecutable(key, self._body(key), compiled[f"prefill {key}"])
+                key: PrefillExecutable(
+                    key,
+                    self._body(key),
+                    compiled[f"prefill {key}"],
+                    self._staging(plan.layout(key), compiled),
+                )
                 for key in plan.ladder.keys
             }
         elif backend == "layerwise":
@@ -128,6 +140,23 @@ class Assembly:
             is_strict=plan.config.strict_prefill,
             counters=counters,
         )
+
+    def _staging_jobs(self) -> list[CompileJob]:
+        """On a GPU, an upload for each length of buffer."""
+        plan = self.plan
+        if plan.device.platform != "gpu":
+            return []
+        layouts = [plan.layout(plan.decode_key(n), is_decode=True) for n in plan.decode_slots]
+        if plan.config.prefill_backend == "full":
+            layouts += [plan.layout(key) for key in plan.ladder.keys]
+        everywhere = replicated(self.mesh)
+        jobs = [Staging.job(layout, everywhere) for layout in layouts]
+        return list({job.name: job for job in jobs}.values())
+
+    def _staging(self, layout: BufferLayout, compiled: dict[str, Compiled]) -> Staging | None:
+        """A CPU reads the host's memory as it is."""
+        is_needed = self.plan.device.platform == "gpu"
+        return Staging(layout, compiled, replicated(self.mesh)) if is_needed else None
 
     def _layerwise_jobs(self, path: str, ladder: BucketLadder) -> list[CompileJob]:
         return [

@@ -3,6 +3,7 @@
 The only module that compiles; after start-up nothing does, and `CompilationCounter` proves it.
 """
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ GPU_OPTIONS: CompilerOptions = {
     ),
     "xla_gpu_graph_min_graph_size": "1",
 }
+# For executables with operands or results at a new address each call: a graph would be recorded
+# again each time, and a few launches cost less.
+NO_GRAPH: CompilerOptions = {"xla_gpu_graph_min_graph_size": "1000000"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +51,24 @@ class ExecutableRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileJob:
-    """One executable to be. `cost` orders the jobs, largest first."""
+    """One executable to be. `cost` orders the jobs, largest first.
+
+    Attributes:
+        is_graph: on a GPU, captured as one CUDA graph; all its operands and results keep their
+            addresses from call to call.
+    """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
     cost: int = 0
+    is_graph: bool = True
+
+    @property
+    def module_name(self) -> str:
+        """What XLA calls it, in dumps and profiles."""
+        return re.sub(r"\W+", "_", self.name)
 
 
 @dataclass(frozen=True)
@@ -72,10 +87,10 @@ def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
     """
     try:
         started = time.perf_counter()
-        jitted = jax.jit(job.function, donate_argnums=job.donated, keep_unused=True)
+        jitted = jax.jit(_named(job), donate_argnums=job.donated, keep_unused=True)
         lowered = jitted.lower(*job.arguments)
         lowered_at = time.perf_counter()
-        compiled = lowered.compile(compiler_options=options)
+        compiled = lowered.compile(compiler_options=options if job.is_graph else options | NO_GRAPH)
         done = time.perf_counter()
     except Exception as error:
         raise CompileError(
@@ -94,6 +109,14 @@ def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
         code_bytes=memory.generated_code_size_in_bytes,
     )
     return Compiled(compiled, record)
+
+
+def _named(job: CompileJob) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        return job.function(*arguments)
+
+    call.__name__ = job.module_name
+    return call
 
 
 def compile_all(

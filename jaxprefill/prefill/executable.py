@@ -15,16 +15,20 @@ from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.forward import Body, resolve_ids, unpack, write_hidden
 from jaxprefill.prefill.padding import Buffer, pad
+from jaxprefill.prefill.staging import Staging
 
 
 class PrefillExecutable:
     """One whole forward pass, one XLA executable."""
 
-    def __init__(self, key: ShapeKey, body: Body, compiled: Compiled) -> None:
-        """`compiled` is `body` at `key`'s shape."""
+    def __init__(
+        self, key: ShapeKey, body: Body, compiled: Compiled, staging: Staging | None = None
+    ) -> None:
+        """`compiled` is `body` at `key`'s shape; with no `staging` it takes host memory."""
         self.key = key
         self._layout = body.layout
         self._compiled = compiled.call
+        self._staging = staging
 
     def run(self, state: DeviceState, batch: Batch) -> None:
         """Writes the batch's hidden rows and KV; dispatched, not awaited.
@@ -36,8 +40,9 @@ class PrefillExecutable:
 
     def execute(self, state: DeviceState, buffer: Buffer) -> None:
         """The same for a buffer already padded to this shape."""
+        words = buffer if self._staging is None else self._staging.put(buffer)
         state.pool, state.hidden = self._compiled(
-            state.leaves, state.pool, state.hidden, state.last_tokens, buffer
+            state.leaves, state.pool, state.hidden, state.last_tokens, words
         )
 
     @staticmethod

@@ -129,7 +129,9 @@ def head_jobs(
     jobs: list[CompileJob] = []
 
     def add(name: str, fn: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...]):
-        jobs.append(CompileJob(name=name, function=fn, arguments=args, donated=donated))
+        # Each call's results are a new array, as the last one's may still be read.
+        job = CompileJob(name=name, function=fn, arguments=args, donated=donated, is_graph=False)
+        jobs.append(job)
 
     for rows in sample_rows:
         add(f"greedy {rows}", functions.greedy, (*base, words(rows, NUM_WORDS)), (2,))
