@@ -109,12 +109,16 @@ def build(args: argparse.Namespace) -> "Rig":
     import jax
     import jax.numpy as jnp
 
-    from benchmarks.rig import RigSizes, compile_paths, make_rig
+    from benchmarks.rig import MODELS, RigSizes, compile_paths, make_rig
     from jaxprefill.kernels.attention import select_backend
 
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     backend = select_backend(
-        args.attention, platform=jax.default_backend(), dtype=dtype.name, page_size=args.page_size
+        args.attention,
+        platform=jax.default_backend(),
+        dtype=dtype.name,
+        page_size=args.page_size,
+        head_dim=MODELS[args.shape].head_dim,
     )
     cases = [Case.parse(text) for text in args.cases.split(",")]
     sizes = RigSizes(
