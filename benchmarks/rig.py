@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxprefill.batch import Batch, BatchRow, SampleSpec
 from jaxprefill.cache.kv_cache import pool_shape
-from jaxprefill.config import ModelConfig
+from jaxprefill.config import ModelConfig, RopeConfig
 from jaxprefill.device_state import DeviceState
 from jaxprefill.kernels.attention import AttentionBackend
 from jaxprefill.models.sharding import make_mesh, replicated
@@ -39,17 +39,17 @@ MODELS = {
     "qwen3-8b": ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=151936, hidden_size=4096, mlp_size=12288,
         num_layers=36, num_q_heads=32, num_kv_heads=8, head_dim=128, context_length=40960,
-        norm_eps=1e-6, rope_theta=1e6, is_embedding_tied=False,
+        norm_eps=1e-6, rope=RopeConfig(theta=1e6), is_embedding_tied=False,
     ),
     "qwen3-0.6b": ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=151936, hidden_size=1024, mlp_size=3072,
         num_layers=28, num_q_heads=16, num_kv_heads=8, head_dim=128, context_length=40960,
-        norm_eps=1e-6, rope_theta=1e6, is_embedding_tied=True,
+        norm_eps=1e-6, rope=RopeConfig(theta=1e6), is_embedding_tied=True,
     ),
     "tiny": ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=512, hidden_size=128, mlp_size=256,
         num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=64, context_length=1024,
-        norm_eps=1e-6, rope_theta=1e6, is_embedding_tied=False,
+        norm_eps=1e-6, rope=RopeConfig(theta=1e6), is_embedding_tied=False,
     ),
 }  # fmt: skip
 

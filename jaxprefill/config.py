@@ -9,13 +9,61 @@ from jaxprefill.integers import parse_count, parse_counts
 PrefillBackend = Literal["full", "layerwise", "eager"]
 NAMED_LADDERS = ("default", "upstream")
 DType = Literal["auto", "float32", "bfloat16"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: which dimensions of a head turn, and how fast.
+
+    Attributes:
+        theta: base of the frequencies.
+        rotary_dim: dimensions of a head that turn, counted from the first; None: all.
+        attention_factor: multiplies cosine and sine (yarn, longrope).
+        factor: by how much the context was stretched; every kind but default and longrope.
+        original_context: the context before it was stretched, in tokens (llama3, yarn, longrope).
+        low_freq_factor, high_freq_factor: llama3's band, in turns over the original context.
+        beta_fast, beta_slow: yarn's band, in turns over the original context.
+        is_band_rounded: whether yarn's band ends at whole dimensions.
+        short_factors, long_factors: longrope's divisor of each frequency, for contexts up to
+            `original_context` and for longer ones.
+    """
+
+    kind: RopeKind = "default"
+    theta: float
+    rotary_dim: int | None = None
+    attention_factor: float = 1.0
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_band_rounded: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_choice("model config: RoPE kind", self.kind, get_args(RopeKind))
+        for name in ("theta", "factor", "attention_factor"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"model config: {name} of RoPE must be positive")
+        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ConfigError(f"model config: rotary_dim must be even, got {self.rotary_dim}")
+        if self.kind in ("llama3", "yarn", "longrope") and self.original_context < 1:
+            raise ConfigError(f"model config: {self.kind} RoPE needs original_context")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and constants of a dense decoder. Counts, except where the name says otherwise.
 
-    `head_dim` is explicit: some models have `head_dim * num_q_heads != hidden_size`.
+    Attributes:
+        head_dim: explicit, as some models have `head_dim * num_q_heads != hidden_size`.
+        sliding_window: the most recent tokens a query sees, its own among them; None: all.
+        sliding_layers: whether each layer has the window; empty: all have it.
+        has_qk_norm: whether every head of q and k is RMS-normed before it is rotated.
     """
 
     architecture: str
@@ -28,8 +76,15 @@ class ModelConfig:
     head_dim: int
     context_length: int
     norm_eps: float
-    rope_theta: float
+    rope: RopeConfig
     is_embedding_tied: bool
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    activation: Activation = "silu"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads"):
@@ -44,6 +99,43 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ConfigError(f"model config: head_dim must be even, got {self.head_dim}")
+        self._check_rope()
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(
+                f"model config: sliding_window must be at least 1, got {self.sliding_window}"
+            )
+        if self.sliding_layers and len(self.sliding_layers) != self.num_layers:
+            raise ConfigError(
+                f"model config: sliding_layers must name all {self.num_layers} layers, "
+                f"got {len(self.sliding_layers)}"
+            )
+        _check_choice("model config: activation", self.activation, get_args(Activation))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that turn."""
+        return self.rope.rotary_dim or self.head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None where a query sees all before it."""
+        layers = self.sliding_layers or (True,) * self.num_layers
+        return tuple(self.sliding_window if is_sliding else None for is_sliding in layers)
+
+    def _check_rope(self) -> None:
+        if self.rotary_dim > self.head_dim:
+            raise ConfigError(
+                f"model config: rotary_dim ({self.rotary_dim}) must be at most "
+                f"head_dim ({self.head_dim})"
+            )
+        if self.rope.kind != "longrope":
+            return
+        for name in ("short_factors", "long_factors"):
+            if len(getattr(self.rope, name)) != self.rotary_dim // 2:
+                raise ConfigError(
+                    f"model config: {name} of longrope must hold {self.rotary_dim // 2} numbers, "
+                    f"one a frequency, got {len(getattr(self.rope, name))}"
+                )
 
 
 def option(default: Any, help_text: str, metavar: str | None = None) -> Any:

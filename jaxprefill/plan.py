@@ -4,7 +4,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -13,6 +13,7 @@ from jaxprefill.config import EngineConfig, ModelConfig
 from jaxprefill.errors import ConfigError
 from jaxprefill.kernels.attention import AttentionBackend, select_backend
 from jaxprefill.kernels.device import DeviceInfo
+from jaxprefill.models.decoder import attention_specs
 from jaxprefill.prefill.buckets import (
     CPU_BUCKETS,
     GPU_BUCKETS,
@@ -99,6 +100,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         dtype=dtype.name,
         page_size=config.page_size,
         head_dim=model.head_dim,
+        specs=attention_specs(model),
     )
     context = _resolve_context(config, model)
     max_running = config.max_running_requests or (16 if is_cpu else 64)
@@ -110,7 +112,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     smallest, factor = (2, 8) if is_cpu else (1, 4)
     return EnginePlan(
         config=config,
-        model=model,
+        model=replace(model, context_length=context),  # what is served: longrope chooses by it
         device=device,
         dtype=dtype,
         backend=backend,

@@ -29,8 +29,8 @@ def reference_logits(checkpoint, ids) -> np.ndarray:
         name = f"model.layers.{layer}."
         h = _norm(x, w[name + "input_layernorm.weight"], c.norm_eps)
         q, k, v = (h @ w[f"{name}self_attn.{part}_proj.weight"].T for part in "qkv")
-        q = _rotate(q.reshape(len(ids), c.num_q_heads, c.head_dim), positions, c.rope_theta)
-        k = _rotate(k.reshape(len(ids), c.num_kv_heads, c.head_dim), positions, c.rope_theta)
+        q = _rotate(q.reshape(len(ids), c.num_q_heads, c.head_dim), positions, c.rope.theta)
+        k = _rotate(k.reshape(len(ids), c.num_kv_heads, c.head_dim), positions, c.rope.theta)
         v = v.reshape(len(ids), c.num_kv_heads, c.head_dim)
         group = c.num_q_heads // c.num_kv_heads
         k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)

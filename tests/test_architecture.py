@@ -52,6 +52,10 @@ HOST_ONLY = [
     "prefill.buckets",
     "prefill.policy",
     "sampling.pack",
+    "models.hf_config",
+    "models.hf_rope",
+    "models.hf_values",
+    "models.rope",
     "weights.locate",
     "cli.main",
 ]

@@ -100,7 +100,7 @@ def test_config_comes_from_the_metadata(model_path: Path) -> None:
     assert config.architecture == "LlamaForCausalLM"
     assert (config.vocab_size, config.hidden_size, config.mlp_size) == (ROWS, HIDDEN, MLP)
     assert (config.num_layers, config.num_q_heads, config.num_kv_heads) == (2, 4, 2)
-    assert (config.head_dim, config.context_length, config.rope_theta) == (16, 128, 5000.0)
+    assert (config.head_dim, config.context_length, config.rope.theta) == (16, 128, 5000.0)
     assert config.norm_eps == pytest.approx(1e-5)
     assert config.is_embedding_tied
 
@@ -332,7 +332,7 @@ def test_the_demo_model_is_described(demo_path: Path) -> None:
     config = checkpoint.config
     assert (config.vocab_size, config.hidden_size, config.num_layers) == (49152, 576, 30)
     assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
-    assert (config.mlp_size, config.context_length, config.rope_theta) == (1536, 8192, 100000.0)
+    assert (config.mlp_size, config.context_length, config.rope.theta) == (1536, 8192, 100000.0)
     assert config.is_embedding_tied
     assert len(checkpoint.names()) == 272
     assert all(name.startswith("model.") for name in checkpoint.names())

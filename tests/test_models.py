@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxprefill.config import RopeConfig
 from jaxprefill.errors import CheckpointError
 from jaxprefill.models.layers import (
     gated_mlp,
@@ -16,11 +17,12 @@ from jaxprefill.models.layers import (
     rotary_table,
     rotate,
 )
+from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.weights.load import check_names, load_leaves
 from tests.reference import prompt_logprobs
-from tests.tiny import TinyCheckpoint, tiny_engine
+from tests.tiny import TinyCheckpoint, tiny_config, tiny_engine
 
 RNG = np.random.default_rng(0)
 FLOAT32 = jnp.dtype("float32")
@@ -28,6 +30,11 @@ FLOAT32 = jnp.dtype("float32")
 
 def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
+
+
+def frequencies(dim, theta):
+    config = tiny_config(head_dim=dim, rope=RopeConfig(theta=theta))
+    return rotary_frequencies(config)
 
 
 def load(checkpoint, dtype=FLOAT32):
@@ -76,7 +83,7 @@ def test_gated_mlp_gates_with_the_first_half():
 
 def test_rotary_angles_are_position_over_powers_of_theta():
     positions = np.array([0, 1, 100, 8191], np.int32)
-    cos, sin = np.asarray(rotary_table(jnp.asarray(positions), 8, 5e5))
+    cos, sin = np.asarray(rotary_table(jnp.asarray(positions), frequencies(8, 5e5)))
     angle = positions[:, None] * 5e5 ** (-np.arange(0, 8, 2) / 8)
     np.testing.assert_allclose(cos, np.cos(angle), atol=2e-3)
     np.testing.assert_allclose(sin, np.sin(angle), atol=2e-3)
@@ -85,7 +92,9 @@ def test_rotary_angles_are_position_over_powers_of_theta():
 
 def test_rotation_pairs_a_dimension_with_the_one_half_a_head_away():
     x, positions = normal(4, 3, 8), np.array([0, 1, 2, 50], np.int32)
-    found = np.asarray(rotate(jnp.asarray(x), rotary_table(jnp.asarray(positions), 8, 100.0)))
+    found = np.asarray(
+        rotate(jnp.asarray(x), rotary_table(jnp.asarray(positions), frequencies(8, 100.0)))
+    )
     angle = positions[:, None, None] * 100.0 ** (-np.arange(4) / 4)
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angle)
     wanted = np.concatenate([turned.real, turned.imag], axis=-1)
@@ -97,7 +106,8 @@ def test_rotated_products_depend_on_distance_alone():
     q, k = normal(1, 1, 16), normal(1, 1, 16)
 
     def score(q_at, k_at):
-        table = [rotary_table(jnp.array([at], jnp.int32), 16, 1e4) for at in (q_at, k_at)]
+        turns = frequencies(16, 1e4)
+        table = [rotary_table(jnp.array([at], jnp.int32), turns) for at in (q_at, k_at)]
         return float((rotate(jnp.asarray(q), table[0]) * rotate(jnp.asarray(k), table[1])).sum())
 
     assert score(5, 3) == pytest.approx(score(105, 103), abs=1e-4)
@@ -223,7 +233,9 @@ def engine_logprobs(checkpoint, **options):
 
 VARIANTS = {
     "untied_head_and_one_kv_head": dict(is_embedding_tied=False, num_kv_heads=1),
-    "wide_heads_without_groups": dict(head_dim=24, num_q_heads=3, num_kv_heads=3, rope_theta=5e5),
+    "wide_heads_without_groups": dict(
+        head_dim=24, num_q_heads=3, num_kv_heads=3, rope=RopeConfig(theta=5e5)
+    ),
 }
 
 

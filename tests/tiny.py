@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxprefill import engine as engine_module
-from jaxprefill.config import ModelConfig
+from jaxprefill.config import ModelConfig, RopeConfig
 from jaxprefill.engine import Engine
 from jaxprefill.models.llama import Llama
 from jaxprefill.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def tiny_config(**changes) -> ModelConfig:
         head_dim=16,
         context_length=160,
         norm_eps=1e-5,
-        rope_theta=1e4,
+        rope=RopeConfig(theta=1e4),
         is_embedding_tied=True,
     )
     return ModelConfig(**(sizes | changes))

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.config import ModelConfig
-from jaxprefill.kernels.attention import RaggedBatch
+from jaxprefill.kernels.attention import AttentionSpec, RaggedBatch
 from jaxprefill.kernels.attention.api import Attend
 
 
@@ -26,6 +26,11 @@ class Fused(NamedTuple):
     sources: tuple[str, ...]
     rows: tuple[int, ...] = ()
     is_stacked: bool = False
+
+
+def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
+    """What the layers ask of attention, each spec once, in the order of the layers."""
+    return tuple(AttentionSpec(window) for window in dict.fromkeys(config.windows))
 
 
 @runtime_checkable
@@ -66,7 +71,7 @@ class Decoder(Protocol):
         """What the LM head multiplies."""
         ...
 
-    @staticmethod
-    def sources(config: ModelConfig) -> dict[str, Fused]:
+    @classmethod
+    def sources(cls, config: ModelConfig) -> dict[str, Fused]:
         """Parameter path -> the checkpoint tensors it is made of; every tensor appears once."""
         ...

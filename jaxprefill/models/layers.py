@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
+from jaxprefill.config import Activation
 from jaxprefill.models.sharding import LogicalAxes
 
 
@@ -33,25 +35,35 @@ def rms_norm(
     return x * scale * weight.astype(jnp.float32)
 
 
-def gated_mlp(gate_up: Float[Array, "T twice"]) -> Float[Array, "T half"]:
-    """silu(gate) * up, for a fused projection whose first half is the gate."""
+def gated_mlp(
+    gate_up: Float[Array, "T twice"], activation: Activation = "silu"
+) -> Float[Array, "T half"]:
+    """activation(gate) * up, for a fused projection whose first half is the gate."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    return jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up
 
 
 def rotary_table(
-    positions: Int32[Array, " T"], head_dim: int, theta: float
+    positions: Int32[Array, " T"],
+    frequencies: Float32[np.ndarray, " half"],
+    factor: float = 1.0,
 ) -> Float[Array, "2 T half"]:
-    """Cosine and sine of each position's rotary angles (arXiv 2104.09864), float32."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = positions[:, None].astype(jnp.float32) * frequency
-    return jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+    """Cosine and sine of each position's rotary angles (arXiv 2104.09864), times `factor`."""
+    angle = positions[:, None].astype(jnp.float32) * frequencies
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)]) * factor
 
 
 def rotate(
     x: Float[Array, "T heads D"], table: Float[Array, "2 T half"]
 ) -> Float[Array, "T heads D"]:
-    """Rotary embedding in Hugging Face's layout: dimension i pairs with i + D / 2."""
+    """Rotary embedding in Hugging Face's layout: dimension i pairs with i + half.
+
+    Dimensions from 2 * half on stay as they are (partial rotation).
+    """
     cos, sin = table[:, :, None]
-    low, high = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    half = table.shape[-1]
+    low, high, rest = jnp.split(x, (half, 2 * half), axis=-1)
+    parts = [low * cos - high * sin, high * cos + low * sin, rest]
+    return jnp.concatenate(parts[: 2 if rest.shape[-1] == 0 else 3], axis=-1)

@@ -1,21 +1,65 @@
-"""Which module serves which architecture name."""
+"""Which module serves which architecture, and reads its config.json."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.errors import CheckpointError
+from jaxprefill.models.dense import DenseDecoder
 from jaxprefill.models.llama import Llama
+from jaxprefill.models.mistral import Mistral
+from jaxprefill.models.phi3 import Phi3
+from jaxprefill.models.qwen2 import Qwen2
+from jaxprefill.models.qwen3 import Qwen3
 
-ARCHITECTURES: dict[str, type[Llama]] = {"LlamaForCausalLM": Llama}
+ARCHITECTURES: dict[str, type[DenseDecoder]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
+    "Phi3ForCausalLM": Phi3,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+}
 
 
-def model_class(config: ModelConfig) -> type[Llama]:
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """The model that a Hugging Face config.json describes.
+
+    Args:
+        hf: config.json as transformers 4 or 5 writes it. `architectures` chooses the reader, or
+            `model_type` where there is none; readers of other formats pass a mapping like it.
+
+    Raises:
+        CheckpointError: the architecture, its RoPE kind or another choice is not supported, or a
+            key is missing or wrong; names it and lists what is supported.
+    """
+    if hf.get("quantization_config") is not None:
+        raise CheckpointError(
+            "config.json: quantization_config is set, and quantised weights in safetensors are "
+            "not supported; use the model's unquantised weights or a GGUF file"
+        )
+    names = hf.get("architectures") or [
+        name for name, found in ARCHITECTURES.items() if found.model_type == hf.get("model_type")
+    ]
+    if not isinstance(names, (list, tuple)) or not names:
+        raise _unsupported(f"model_type {hf.get('model_type')!r}")
+    found = _find(names[0])
+    return found.read_config({**hf, "architectures": [names[0]]})
+
+
+def model_class(config: ModelConfig) -> type[DenseDecoder]:
     """The module class of `config.architecture`.
 
     Raises:
         CheckpointError: it is not supported; lists those that are.
     """
-    if config.architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"architecture {config.architecture!r} is not supported; "
-            f"supported: {', '.join(sorted(ARCHITECTURES))}"
-        )
-    return ARCHITECTURES[config.architecture]
+    return _find(config.architecture)
+
+
+def _find(name: object) -> type[DenseDecoder]:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise _unsupported(f"architecture {name!r}")
+    return ARCHITECTURES[name]
+
+
+def _unsupported(what: str) -> CheckpointError:
+    return CheckpointError(f"{what} is not supported; supported: {', '.join(ARCHITECTURES)}")

@@ -92,7 +92,7 @@ class LayerwiseExecutable:
         config, tokens = body.tree.config, body.layout.key.num_tokens
         buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
         rows = jax.ShapeDtypeStruct((tokens, config.hidden_size), np.float32)
-        rotary = jax.ShapeDtypeStruct((2, tokens, config.head_dim // 2), np.float32)
+        rotary = jax.ShapeDtypeStruct((2, tokens, config.rotary_dim // 2), np.float32)
         index = jax.ShapeDtypeStruct((), np.int32)
         norms = body.tree.leaf(state.leaves, "norms")
         own = body.tree.layer_leaves(state.leaves, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxprefill.config import ModelConfig
+from jaxprefill.config import ModelConfig, RopeConfig
 from jaxprefill.errors import CheckpointError, ConfigError
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.weights.gguf_file import GgufFile
@@ -136,7 +136,7 @@ class GgufCheckpoint:
                 head_dim=head_dim,
                 context_length=fields.integer("context_length"),
                 norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-                rope_theta=fields.number("rope.freq_base", default=10000.0),
+                rope=RopeConfig(theta=fields.number("rope.freq_base", default=10000.0)),
                 is_embedding_tied="lm_head.weight" not in self._gguf_names,
             )
         except ConfigError as error:

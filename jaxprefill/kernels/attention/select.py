@@ -15,9 +15,9 @@ def select_backend(
     dtype: str,
     page_size: int,
     head_dim: int,
-    spec: AttentionSpec = CAUSAL,
+    specs: tuple[AttentionSpec, ...] = (CAUSAL,),
 ) -> AttentionBackend:
-    """The named backend, or with "auto" the first that fits.
+    """The named backend, or with "auto" the first that fits; `specs` lists what layers ask.
 
     Raises:
         ConfigError: no backend has that name.
@@ -29,9 +29,13 @@ def select_backend(
         raise ConfigError(f"attention_backend must be auto or one of {known}, got {name!r}")
     reasons: list[str] = []
     for backend in candidates:
-        lack = backend.capabilities.lacks(
-            platform=platform, dtype=dtype, page_size=page_size, head_dim=head_dim, spec=spec
+        lacks = (
+            backend.capabilities.lacks(
+                platform=platform, dtype=dtype, page_size=page_size, head_dim=head_dim, spec=spec
+            )
+            for spec in specs
         )
+        lack = next((lack for lack in lacks if lack), None)
         if lack is None:
             return backend
         reasons.append(f"{backend.name} {lack}")

@@ -1,0 +1,184 @@
+"""The dense decoder that Llama, Mistral, Qwen and Phi-3 share; flags of ModelConfig set them apart.
+
+Fused qkv and gate/up, packed norms, few leaves. An architecture's file names the class, reads its
+config and, where they differ, names its checkpoint tensors.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxprefill.config import ModelConfig
+from jaxprefill.kernels.attention.api import Attend
+from jaxprefill.models.decoder import Fused, LayerInputs
+from jaxprefill.models.layers import (
+    gated_mlp,
+    linear,
+    parameter,
+    rms_norm,
+    rotary_table,
+    rotate,
+)
+from jaxprefill.models.rope import rotary_frequencies
+
+
+class DenseLayer(nnx.Module):
+    """Attention and gated MLP, each with a pre-norm and a residual."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        """Weights are [outputs, inputs]; qkv stacks query, key and value rows, in that order."""
+        heads = config.num_q_heads + 2 * config.num_kv_heads
+        width, attended = config.hidden_size, config.num_q_heads * config.head_dim
+        self.config = config
+        self.qkv = parameter((heads * config.head_dim, width), dtype, ("heads", None))
+        self.output = parameter((width, attended), dtype, (None, "heads"))
+        self.gate_up = parameter((2 * config.mlp_size, width), dtype, ("mlp", None))
+        self.down = parameter((width, config.mlp_size), dtype, (None, "mlp"))
+        if config.has_qkv_bias:
+            self.qkv_bias = parameter((heads * config.head_dim,), dtype, ("heads",))
+        if config.has_output_bias:
+            self.output_bias = parameter((width,), dtype, (None,))
+        if config.has_mlp_bias:
+            self.gate_up_bias = parameter((2 * config.mlp_size,), dtype, ("mlp",))
+            self.down_bias = parameter((width,), dtype, (None,))
+        if config.has_qk_norm:
+            self.qk_norms = parameter((2, config.head_dim), dtype, (None, None))
+
+    def __call__(
+        self,
+        hidden: Float[Array, "T E"],
+        pool: Shaped[Array, "2 K P S D"],
+        norms: Float[Array, "2 E"],
+        layer: Int32[Array, ""],
+        inputs: LayerInputs,
+        attend: Attend,
+    ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
+        """See `decoder.DecoderLayer`."""
+        config = self.config
+        q, k, v = self.project(rms_norm(hidden, norms[0], config.norm_eps), inputs)
+        first_page = layer * (pool.shape[2] // config.num_layers)
+        attended, pool = attend(q, k, v, pool, inputs.batch, first_page)
+        hidden = hidden + self.output_of(attended.reshape(len(hidden), -1))
+        return hidden + self.mlp(rms_norm(hidden, norms[1], config.norm_eps)), pool
+
+    def project(
+        self, normed: Float[Array, "T E"], inputs: LayerInputs
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
+        """Queries, keys and values of the new tokens; q and k are rotated."""
+        config, dtype = self.config, self.qkv[...].dtype
+        qkv = linear(normed, self.qkv[...])
+        if config.has_qkv_bias:
+            qkv = qkv + self.qkv_bias[...]
+        qkv = qkv.reshape(len(normed), -1, config.head_dim)
+        at = (config.num_q_heads, config.num_q_heads + config.num_kv_heads)
+        q, k, v = jnp.split(qkv, at, axis=1)
+        if config.has_qk_norm:
+            q = rms_norm(q, self.qk_norms[0], config.norm_eps)
+            k = rms_norm(k, self.qk_norms[1], config.norm_eps)
+        q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
+        return q.astype(dtype), k.astype(dtype), v.astype(dtype)
+
+    def output_of(self, attended: Float[Array, "T HD"]) -> Float[Array, "T E"]:
+        """What attention adds to the residual stream."""
+        out = linear(attended, self.output[...])
+        return out + self.output_bias[...] if self.config.has_output_bias else out
+
+    def mlp(self, normed: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """What the MLP adds to the residual stream."""
+        config = self.config
+        gate_up = linear(normed, self.gate_up[...])
+        if config.has_mlp_bias:
+            gate_up = gate_up + self.gate_up_bias[...]
+        out = linear(gated_mlp(gate_up, config.activation), self.down[...])
+        return out + self.down_bias[...] if config.has_mlp_bias else out
+
+
+class DenseDecoder(nnx.Module):
+    """Embedding, layers, packed norms and an LM head that may be the embedding.
+
+    Attributes:
+        model_type: what config.json calls the family.
+    """
+
+    model_type: ClassVar[str]
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        """All weights zero; the loader replaces them."""
+        table = (config.vocab_size, config.hidden_size)
+        self.config = config
+        self.embedding = parameter(table, dtype, ("vocab", None))
+        if not config.is_embedding_tied:
+            self.head = parameter(table, dtype, ("vocab", None))
+        norms = (2 * config.num_layers + 1, config.hidden_size)
+        self.norms = parameter(norms, dtype, (None, None))
+        self.layers = nnx.List([DenseLayer(config, dtype) for _ in range(config.num_layers)])
+
+    def embed(self, ids: Int32[Array, " T"]) -> Float[Array, "T E"]:
+        """See `decoder.Decoder`."""
+        return self.embedding[...][ids].astype(jnp.float32)
+
+    def rotary(self, positions: Int32[Array, " T"]) -> Float[Array, "2 T half"]:
+        """See `decoder.Decoder`."""
+        frequencies = rotary_frequencies(self.config)
+        return rotary_table(positions, frequencies, self.config.rope.attention_factor)
+
+    def final_norm(self, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """See `decoder.Decoder`."""
+        return rms_norm(hidden, self.norms[...][-1], self.config.norm_eps)
+
+    @staticmethod
+    def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+        """The config that a config.json of this architecture describes.
+
+        Raises:
+            CheckpointError: it asks for what is not supported, or a key is missing or wrong.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def sources(cls, config: ModelConfig) -> dict[str, Fused]:
+        """See `decoder.Decoder`."""
+        sources = {"embedding": Fused(("model.embed_tokens.weight",))}
+        if not config.is_embedding_tied:
+            sources["head"] = Fused(("lm_head.weight",))
+        norms: list[str] = []
+        for layer in range(config.num_layers):
+            name = f"model.layers.{layer}"
+            norms += [f"{name}.input_layernorm.weight", f"{name}.post_attention_layernorm.weight"]
+            own = cls.layer_sources(config, name)
+            sources |= {f"layers.{layer}.{path}": fused for path, fused in own.items()}
+        sources["norms"] = Fused((*norms, "model.norm.weight"), is_stacked=True)
+        return sources
+
+    @classmethod
+    def layer_sources(cls, config: ModelConfig, name: str) -> dict[str, Fused]:
+        """The sources of one layer's own parameters, whose tensors begin with `name`."""
+        keys = config.num_kv_heads * config.head_dim
+        qkv_rows = (config.num_q_heads * config.head_dim, keys, keys)
+        qkv = tuple(f"{name}.self_attn.{part}_proj" for part in "qkv")
+        gate_up = (f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
+        output, down = f"{name}.self_attn.o_proj", f"{name}.mlp.down_proj"
+
+        def fused(modules: tuple[str, ...], kind: str, rows: tuple[int, ...] = ()) -> Fused:
+            return Fused(tuple(f"{module}.{kind}" for module in modules), rows)
+
+        found = {
+            "qkv": fused(qkv, "weight", qkv_rows),
+            "output": fused((output,), "weight"),
+            "gate_up": fused(gate_up, "weight", (config.mlp_size,) * 2),
+            "down": fused((down,), "weight"),
+        }
+        if config.has_qkv_bias:
+            found["qkv_bias"] = fused(qkv, "bias", qkv_rows)
+        if config.has_output_bias:
+            found["output_bias"] = fused((output,), "bias")
+        if config.has_mlp_bias:
+            found["gate_up_bias"] = fused(gate_up, "bias", (config.mlp_size,) * 2)
+            found["down_bias"] = fused((down,), "bias")
+        if config.has_qk_norm:
+            norms = tuple(f"{name}.self_attn.{part}_norm.weight" for part in "qk")
+            found["qk_norms"] = Fused(norms, is_stacked=True)
+        return found
