@@ -43,12 +43,23 @@ class Tokenizer:
         *,
         eos_ids: Sequence[int] = (),
         bos_id: int | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
     ) -> None:
-        """Wraps a ready pipeline; the first of `eos_ids` is the one a chat template sees."""
+        """Wraps a ready pipeline.
+
+        Args:
+            backend: turns text into ids and back.
+            eos_ids: ids that end a text; the first is the one a chat template sees.
+            bos_id: the id that begins a text, if there is one.
+            chat_template: one, or several by name: `default`, and `tool_use` for messages with
+                tools.
+        """
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
-        self.chat_template = chat_template
+        self.chat_templates = (
+            {"default": chat_template} if isinstance(chat_template, str) else chat_template or {}
+        )
+        self._compiled_templates: dict[str, jinja2.Template] = {}
         self._backend = backend
         self._eos_id = eos_ids[0] if eos_ids else None
         self._special_ids = frozenset(
@@ -57,10 +68,10 @@ class Tokenizer:
             if token.special
         )
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Number of ids the tokenizer knows; a model's embedding may have more rows."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        """One more than the highest id known; a model's embedding may have more rows."""
+        return max(self._backend.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def max_token_characters(self) -> int:
@@ -111,7 +122,7 @@ class Tokenizer:
         Raises:
             RequestError: there is no template, or it refuses the messages.
         """
-        template = self._template
+        template = self._template("tool_use" if kwargs.get("tools") else "default")
         variables = self._template_variables(kwargs)
         variables["messages"] = plain_messages(messages)
         try:
@@ -123,35 +134,26 @@ class Tokenizer:
         _require_encodable(text, param="messages")
         return text
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        **kwargs: object,
-    ) -> list[int]:
-        """Renders messages and returns their ids; only the template adds special tokens.
+    def _template(self, name: str) -> jinja2.Template:
+        """The template of that name, or the default one where there is none."""
+        if name not in self.chat_templates:
+            name = "default"
+        if name not in self._compiled_templates:
+            self._compiled_templates[name] = self._compile_template(name)
+        return self._compiled_templates[name]
 
-        Raises:
-            RequestError: as `apply_chat_template`.
-        """
-        text = self.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, **kwargs
-        )
-        return self.encode(text, add_special_tokens=False)
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        if self.chat_template is None:
+    def _compile_template(self, name: str) -> jinja2.Template:
+        source = self.chat_templates.get(name)
+        if source is None:
+            named = ", ".join(sorted(self.chat_templates))
             raise RequestError(
-                "this model has no chat template; send a plain prompt instead of messages",
+                f"this model has no {'default ' if named else ''}chat template"
+                f"{f', only those named {named}' if named else ''}; send a plain prompt instead "
+                "of messages",
                 param="messages",
             )
         try:
-            return _chat_environment().from_string(
-                self.chat_template, globals=dict(_TEMPLATE_GLOBALS)
-            )
+            return _chat_environment().from_string(source, globals=dict(_TEMPLATE_GLOBALS))
         except jinja2.TemplateError as error:
             raise RequestError(
                 f"the model's chat template cannot be compiled: {error}; send a plain prompt",

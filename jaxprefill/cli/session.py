@@ -17,7 +17,7 @@ from jaxprefill.config import EngineConfig
 from jaxprefill.engine import Engine
 from jaxprefill.plan import EnginePlan
 from jaxprefill.tokenizer import Tokenizer
-from jaxprefill.weights.locate import KNOWN_MODELS, is_cached
+from jaxprefill.weights.known import KNOWN_MODELS, is_cached
 
 
 @contextmanager

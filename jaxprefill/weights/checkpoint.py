@@ -1,4 +1,4 @@
-"""What every checkpoint format offers: a config, a tokenizer and named float32 tensors."""
+"""What every checkpoint format offers: a config, a tokenizer and named tensors."""
 
 from typing import Protocol, runtime_checkable
 
@@ -48,7 +48,10 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a tensor as float32; rows of q and k are in half-rotation RoPE order.
+        """Returns a tensor as float32, or in the half-precision type that it is stored in.
+
+        Whoever needs another type casts: bfloat16 to bfloat16 is a copy of the bits, without
+        twice its size in between. Rows of q and k are in half-rotation RoPE order.
 
         Raises:
             CheckpointError: there is no such tensor, or it cannot be decoded.

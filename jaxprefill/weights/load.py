@@ -47,7 +47,7 @@ def _load_leaf(
             "the checkpoint does not match its own configuration"
         )
     whole = np.stack(parts) if fused.is_stacked else np.concatenate(parts)
-    return jax.device_put(whole.astype(shape.dtype), shape.sharding)
+    return jax.device_put(whole.astype(shape.dtype, copy=False), shape.sharding)
 
 
 def _part_shapes(fused: Fused, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

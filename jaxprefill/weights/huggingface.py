@@ -1,0 +1,106 @@
+"""A Hugging Face folder as a checkpoint: config.json, safetensors, tokenizer.json.
+
+Knows which files belong to a model and which tensors are no parameters; no architecture.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxprefill.config import ModelConfig
+from jaxprefill.errors import CheckpointError, ConfigError
+from jaxprefill.models.registry import read_config
+from jaxprefill.tokenizer import Tokenizer
+from jaxprefill.weights.hf_tokenizer import read_tokenizer
+from jaxprefill.weights.json_file import read_object
+from jaxprefill.weights.safetensors_files import SafetensorsFiles
+
+_HEAD = "lm_head.weight"
+# Tables that old versions saved beside the parameters, computed from the config.
+_BUFFERS = (".inv_freq", ".cos_cached", ".sin_cached")
+
+
+class HuggingFaceCheckpoint:
+    """A model's folder; implements `Checkpoint`."""
+
+    def __init__(self, folder: Path, *, name: str | None = None) -> None:
+        """Reads the configuration and the headers of the weights, no weights.
+
+        Raises:
+            CheckpointError: a file is missing or malformed, or the model is not supported.
+        """
+        self.name = name or folder.resolve().name
+        self._folder = folder
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder}: must hold config.json, which is missing; name the folder of a whole "
+                "Hugging Face model"
+            )
+        self._hf_config = read_object(folder / "config.json")
+        _refuse_quantised(self._hf_config, folder)
+        try:
+            self.config: ModelConfig = read_config(self._hf_config)
+        except (CheckpointError, ConfigError) as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+        self._files = SafetensorsFiles(folder)
+        self._stored = self._stored_names()
+        for stored in self._stored.values():
+            self._files.require_readable(stored)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in the folder."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return read_tokenizer(self._folder, self._hf_config)
+
+    def names(self) -> frozenset[str]:
+        """All parameters; buffers, and a head that the embedding replaces, are left out."""
+        return frozenset(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._files.tensors[self._stored_name(name)].shape
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a tensor in the type it is stored in."""
+        return self._files.read(self._stored_name(name))
+
+    def _stored_name(self, name: str) -> str:
+        stored = self._stored.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self._folder}: no tensor named {name!r}")
+        return stored
+
+    def _stored_names(self) -> dict[str, str]:
+        """Canonical name -> name in the file, which lacks `model.` in headless checkpoints."""
+        names = [name for name in self._files.tensors if not name.endswith(_BUFFERS)]
+        is_bare = "embed_tokens.weight" in names
+        bare = ("embed_tokens.", "layers.", "norm.")
+        stored = {
+            f"model.{name}" if is_bare and name.startswith(bare) else name: name for name in names
+        }
+        if self.config.is_embedding_tied:  # saved all the same by some versions, and never used
+            stored.pop(_HEAD, None)
+        elif _HEAD not in stored and self.config.architecture.endswith("ForCausalLM"):
+            raise CheckpointError(
+                f"{self._folder}: {_HEAD} must be there, as tie_word_embeddings is false, but is "
+                "missing; fetch the whole model, or set tie_word_embeddings in config.json if the "
+                "embedding is the head"
+            )
+        return stored
+
+
+def _refuse_quantised(config: Mapping[str, Any], folder: Path) -> None:
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise CheckpointError(
+            f"{folder / 'config.json'}: quantised weights ({method!r:.80}) are not supported in "
+            "safetensors; use the model's float32, float16 or bfloat16 weights, or a GGUF file"
+        )

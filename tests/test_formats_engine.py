@@ -1,0 +1,53 @@
+"""One tiny model in every format gives one set of logprobs, through the engine."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxprefill.engine import Engine
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.weights.load import load_leaves
+from jaxprefill.weights.locate import open_checkpoint
+from tests.folders import write_folder
+from tests.reference import prompt_logprobs
+from tests.tiny import SMALL, TinyCheckpoint
+
+TINY = TinyCheckpoint(seed=4)  # the shapes of the shared engine, so that nothing compiles anew
+PROMPTS = [[5, 200, 31, 7], list(range(40, 90)), [257, 1, 2]]
+
+
+def logprobs(path, **options) -> list[np.ndarray]:
+    with Engine(str(path), **(SMALL | options)) as engine:
+        return [np.array(found[1:]) for found in engine.logprobs(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("hf") / "tiny", TINY, num_shards=2)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[np.ndarray]:
+    """Float64 logprobs."""
+    return [prompt_logprobs(TINY, ids) for ids in PROMPTS]
+
+
+def test_a_hugging_face_folder_equals_the_oracle_and_chats(folder, expected):
+    with Engine(str(folder), **SMALL) as engine:
+        for found, wanted in zip(engine.logprobs(PROMPTS), expected, strict=True):
+            np.testing.assert_allclose(found[1:], wanted, atol=1e-4)
+        text = "<user>hi<a>"
+        assert engine.tokenizer.encode(text)[0] == 257  # tokenizer.json adds BOS to a text
+        [answer] = engine.chat([{"role": "user", "content": "hi"}])
+        assert answer.prompt_tokens == len(engine.tokenizer.encode(text)) - 1  # and chat does not
+
+
+def test_bfloat16_weights_reach_the_device_bit_for_bit(tmp_path):
+    held = open_checkpoint(str(write_folder(tmp_path, TINY, dtype=ml_dtypes.bfloat16)))
+    tree = model_tree(held.config, jnp.dtype("bfloat16"), make_mesh())
+    found = np.asarray(tree.leaf(load_leaves(held, tree), "embedding"))
+    wanted = TINY.tensors["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16)
+    assert found.dtype == wanted.dtype
+    np.testing.assert_array_equal(found.view(np.uint16), wanted.view(np.uint16))
