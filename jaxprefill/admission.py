@@ -4,7 +4,8 @@ Host only, and before any device sees it: JAX would clamp a bad id silently.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +49,7 @@ class Admission:
         """
         ids = self.prompt_ids(prompt)
         self._check_length(len(ids), params)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", tuple(params.logit_bias or ()))
+        check_params(params, self.vocab_size)
         eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_ids
         seed = (
             int(self.rng.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
@@ -108,11 +108,32 @@ class Admission:
             )
 
     def _check_ids(self, param: str, ids: Sequence[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"{param} ids must be 0 to {self.vocab_size - 1}, got {token}", param=param
-                )
+        _check_ids(param, ids, self.vocab_size)
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raises RequestError if parameters name an id that a model of this vocabulary lacks."""
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", tuple(params.logit_bias or ()), vocab_size)
+
+
+@contextmanager
+def naming_item(name: str, index: int, count: int) -> Generator[None]:
+    """Puts `name[index]` before the message of a RequestError about one of several items."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"{name}[{index}]: {error}", param=error.param) from error
+
+
+def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{param} ids must be 0 to {vocab_size - 1}, got {token}", param=param
+            )
 
 
 def _as_id(token: Any) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxprefill.admission import Admission, Prompt
+from jaxprefill.admission import Admission, Prompt, naming_item
 from jaxprefill.collector import Collector
 from jaxprefill.config import make_config
 from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.kernels.device import describe_device, free_memory_bytes
-from jaxprefill.plan import make_plan
+from jaxprefill.plan import EnginePlan, make_plan
 from jaxprefill.prefill.compiler import ExecutableRecord
 from jaxprefill.request import Completion, Request, SamplingParams
 from jaxprefill.startup import start
@@ -34,6 +34,7 @@ class Engine:
         self,
         model: str = "demo",
         *,
+        on_planned: Callable[[EnginePlan], None] | None = None,
         on_compiled: Callable[[ExecutableRecord, int], None] | None = None,
         **options: Any,
     ) -> None:
@@ -41,6 +42,7 @@ class Engine:
 
         Args:
             model: see `EngineConfig.model`.
+            on_planned: called before anything is loaded or compiled; what it raises stops start-up.
             on_compiled: called after each executable with its record and the number of all.
             options: fields of `EngineConfig`.
 
@@ -52,6 +54,8 @@ class Engine:
         config = make_config(model=model, **options)
         checkpoint = open_checkpoint(config.model)
         self.plan = make_plan(config, checkpoint.config, describe_device())
+        if on_planned is not None:
+            on_planned(self.plan)
         self._started = start(checkpoint, self.plan, on_compiled=on_compiled or _log_compiled)
         self.tokenizer = checkpoint.tokenizer
         self._core = self._started.core
@@ -81,13 +85,7 @@ class Engine:
         """
         many = _as_prompts(prompts)
         each = _as_params(params, len(many))
-        return self._run(
-            [
-                request
-                for prompt, one in zip(many, each, strict=True)
-                for request in self._admission.requests(self._next_id(), prompt, one)
-            ]
-        )
+        return self._run(self._requests(many, each))
 
     def logprobs(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
         """The raw logprob of every prompt token given those before it; the first is None.
@@ -95,14 +93,9 @@ class Engine:
         Raises:
             RequestError: a prompt is invalid; nothing was run.
         """
-        params = SamplingParams(max_tokens=0)
-        requests = [
-            request
-            for prompt in _as_prompts(prompts)
-            for request in self._admission.requests(
-                self._next_id(), prompt, params, wants_prompt_logprobs=True
-            )
-        ]
+        many = _as_prompts(prompts)
+        each = [SamplingParams(max_tokens=0)] * len(many)
+        requests = self._requests(many, each, wants_prompt_logprobs=True)
         return [_checked_logprobs(completion) for completion in self._run(requests)]
 
     def chat(
@@ -128,10 +121,10 @@ class Engine:
             )
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
-        prompts = [
-            self._admission.chat_ids(conversation, template_options)
-            for conversation in conversations
-        ]
+        prompts: list[Prompt] = []
+        for index, conversation in enumerate(conversations):
+            with naming_item("conversations", index, len(conversations)):
+                prompts.append(self._admission.chat_ids(conversation, template_options))
         return self.generate(prompts, params)
 
     def stats(self) -> dict[str, Any]:
@@ -180,6 +173,22 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        *,
+        wants_prompt_logprobs: bool = False,
+    ) -> list[Request]:
+        """All requests of the prompts, in order; an error says which prompt is at fault."""
+        requests: list[Request] = []
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            with naming_item("prompts", index, len(prompts)):
+                requests += self._admission.requests(
+                    self._next_id(), prompt, one, wants_prompt_logprobs=wants_prompt_logprobs
+                )
+        return requests
 
     def _next_id(self) -> str:
         self._num_prompts += 1

@@ -1,8 +1,10 @@
 """A request and what comes back: plain host data, validated where it is made."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+import numpy as np
 
 from jaxprefill.errors import RequestError
 
@@ -17,7 +19,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy on raw logits, ties to the lowest id. `logprobs` is the number of
     alternatives wanted beside each generated token (0: the token's own logprob alone; None:
-    none); logprobs are of the raw logits, whatever temperature and filters do.
+    none); logprobs are of the raw logits, whatever temperature and filters do. NumPy's numbers
+    count as numbers, and are kept as Python's.
 
     Raises:
         RequestError: a value is out of range; `param` names it.
@@ -41,6 +44,8 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            object.__setattr__(self, item.name, _plain_number(getattr(self, item.name)))
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         stop_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
@@ -141,7 +146,12 @@ class Completion:
 def _as_tuple(param: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
         raise _wrong(param, "a list", value)
-    return tuple(value)
+    return tuple(_plain_number(item) for item in value)
+
+
+def _plain_number(value: Any) -> Any:
+    """A NumPy integer or float as Python's; anything else as it is, booleans too."""
+    return value.item() if isinstance(value, (np.integer, np.floating)) else value
 
 
 def _wrong(param: str, rule: str, value: Any) -> RequestError:
@@ -170,7 +180,8 @@ def _check_float(
 def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise _wrong("logit_bias", "a mapping from token id to a number", bias)
-    for token, value in bias.items():
+    plain = {_plain_number(token): _plain_number(value) for token, value in bias.items()}
+    for token, value in plain.items():
         _check_int("logit_bias", token, 0, None)
         _check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
-    return dict(bias)
+    return plain

@@ -40,8 +40,10 @@ class SharedEngine:
         self.engine = engine
         self.options = {}
 
-    def __call__(self, on_compiled=None, **options):
+    def __call__(self, on_planned=None, on_compiled=None, **options):
         self.options = options
+        if on_planned is not None:
+            on_planned(self.engine.plan)
         if on_compiled is not None:
             on_compiled(RECORD, 1)
         return self
@@ -295,6 +297,8 @@ def test_no_flag_means_the_default_of_its_field():
         ["logprobs", "--prompt", "a", "--prefill-buckets", "1,x"],
         ["logprobs", "--prompt", "a", "--page-size", "3"],
         ["logprobs", "--prompt", "a", "--prefill-max-context", ""],
+        ["generate", "--prompt", "a", "--stop-token-ids", "272"],
+        ["generate", "--prompt", "a", "--logit-bias", "272=1"],
     ],
     ids=" ".join,
 )
@@ -310,11 +314,22 @@ def test_stdin_that_is_not_utf8_is_a_mistake(shared, cli, monkeypatch):
     assert status == 2 and "UTF-8" in err
 
 
+@pytest.mark.parametrize(
+    "flags", [["--stop-token-ids", "271", "--stop-token-ids", "272"], ["--logit-bias", "272=1"]]
+)
+def test_ids_that_the_model_lacks_are_refused_before_anything_compiles(cli, monkeypatch, flags):
+    monkeypatch.setattr("jaxprefill.engine.open_checkpoint", lambda model: TinyCheckpoint())
+    monkeypatch.setattr("jaxprefill.engine.start", lambda *_, **__: pytest.fail("it started"))
+    status, out, err = cli("generate", "--prompt", "a", "--quiet", *flags)
+    assert (status, out) == (2, "")
+    assert "ids must be 0 to 271, got 272" in err
+
+
 @pytest.mark.parametrize("model", ["nope", "/no/such/file.gguf", os.path.dirname(__file__)])
 def test_a_model_that_is_not_there_gives_status_1(cli, model):
     status, out, err = cli("generate", "--prompt", "a", "--model", model)
     assert (status, out) == (1, "")
-    assert err.startswith("jaxprefill: error: model must be") and "Traceback" not in err
+    assert err.startswith("jaxprefill: error: ") and model in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,13 @@ def test_a_bad_request_runs_nothing_and_the_engine_goes_on(engine):
             engine.generate(bad)
     with pytest.raises(RequestError, match="params"):
         engine.generate([[1], [2]], [SamplingParams()])
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: prompt ids must be .* got 999$"):
+        engine.logprobs([[1], [2, 999], [3]])
+    with pytest.raises(RequestError, match=r"^prompt ids must be"):
+        engine.logprobs([[999]])
+    with pytest.raises(RequestError, match=r"^conversations\[1\]: messages\[0\] must be") as caught:
+        engine.chat([[{"role": "user", "content": "a"}], ["b"]])
+    assert caught.value.param == "messages"
     assert engine.stats()["passes"] == before
     assert len(engine.generate("hi", SamplingParams(max_tokens=2))) == 1
 

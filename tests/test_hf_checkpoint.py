@@ -147,7 +147,7 @@ WRONG = {
     "a size is no number": (edit("config.json", hidden_size="big"), "hidden_size must be .*'big'"),
     "quantised": (
         edit("config.json", quantization_config={"quant_method": "gptq"}),
-        r"quantised weights \('gptq'\) are not supported .* use the model's",
+        "quantised weights in safetensors are not supported; use the model's",
     ),
     "no weights": (drop(INDEX), "2 safetensors files need a model.safetensors.index.json"),
     "pickles": (only("pytorch_model.bin"), r"found pytorch_model\.bin.*convert them to safetens"),

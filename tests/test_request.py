@@ -64,6 +64,35 @@ def test_a_wrong_parameter_names_itself_and_its_value(param, value):
     assert (caught.value.param or "").startswith(param)
 
 
+def test_numpy_numbers_are_numbers_and_kept_as_python_s():
+    params = SamplingParams(
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        top_k=np.uint8(4),
+        seed=np.uint64(2**64 - 1),
+        stop_token_ids=np.array([1, 2]),
+        logit_bias={np.int32(7): np.float16(-1.5)},
+        logprobs=np.int8(2),
+    )
+    plain = SamplingParams(
+        max_tokens=3,
+        temperature=0.5,
+        top_k=4,
+        seed=2**64 - 1,
+        stop_token_ids=(1, 2),
+        logit_bias={7: -1.5},
+        logprobs=2,
+    )
+    assert params == plain and repr(params) == repr(plain)
+
+
+@pytest.mark.parametrize("value", [np.True_, np.float64("nan"), np.complex64(1), np.array(1)])
+def test_other_numpy_values_are_no_numbers(value):
+    for name in ("max_tokens", "temperature", "logprobs"):
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(**{name: value})
+
+
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**64 - 1])
 def test_every_64_bit_seed_is_taken(seed):
     [request] = ADMISSION.requests("a", [1, 2], SamplingParams(seed=seed))

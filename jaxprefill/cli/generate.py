@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     # Importing jax takes a second, which --help and mistakes in flags need not wait for.
     from jaxprefill.cli.session import Stopwatch, open_engine
 
-    with open_engine(config, args) as engine:
+    with open_engine(config, args, params) as engine:
         watch = Stopwatch(engine)
         if args.chat:
             completions = engine.chat([_messages(text, args.system) for text in prompts], params)

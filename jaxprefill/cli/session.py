@@ -11,23 +11,30 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from jaxprefill.admission import check_params
 from jaxprefill.cli.progress import compile_progress
 from jaxprefill.cli.streams import note
 from jaxprefill.config import EngineConfig
 from jaxprefill.engine import Engine
 from jaxprefill.plan import EnginePlan
+from jaxprefill.request import SamplingParams
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.weights.known import KNOWN_MODELS, is_cached
 
 
 @contextmanager
-def open_engine(config: EngineConfig, args: argparse.Namespace) -> Generator[Engine]:
+def open_engine(
+    config: EngineConfig, args: argparse.Namespace, params: SamplingParams | None = None
+) -> Generator[Engine]:
     """Starts an engine, and closes it at the end; the flags say what stderr shows meanwhile.
+
+    Ids in `params` that the model lacks are refused before anything compiles.
 
     Raises:
         JaxPrefillError: as `Engine`.
     """
-    options, model = asdict(config), config.model
+    model = config.model
+    options = asdict(config) | {"on_planned": lambda plan: _check_params(params, plan)}
     if args.quiet:
         engine = Engine(**options)
     else:
@@ -82,6 +89,11 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     is_whole = text and "\N{REPLACEMENT CHARACTER}" not in text
     return text if is_whole else (tokenizer.token(token_id) or text)
+
+
+def _check_params(params: SamplingParams | None, plan: EnginePlan) -> None:
+    if params is not None:
+        check_params(params, plan.model.vocab_size)
 
 
 def _joined(values: tuple[int, ...]) -> str:

@@ -3,10 +3,8 @@
 Knows which files belong to a model and which tensors are no parameters; no architecture.
 """
 
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,7 +38,6 @@ class HuggingFaceCheckpoint:
                 "Hugging Face model"
             )
         self._hf_config = read_object(folder / "config.json")
-        _refuse_quantised(self._hf_config, folder)
         try:
             self.config: ModelConfig = read_config(self._hf_config)
         except (CheckpointError, ConfigError) as error:
@@ -94,13 +91,3 @@ class HuggingFaceCheckpoint:
                 "embedding is the head"
             )
         return stored
-
-
-def _refuse_quantised(config: Mapping[str, Any], folder: Path) -> None:
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise CheckpointError(
-            f"{folder / 'config.json'}: quantised weights ({method!r:.80}) are not supported in "
-            "safetensors; use the model's float32, float16 or bfloat16 weights, or a GGUF file"
-        )
