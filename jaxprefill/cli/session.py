@@ -33,10 +33,14 @@ def open_engine(
     Raises:
         JaxPrefillError: as `Engine`.
     """
-    model = config.model
-    options = asdict(config) | {"on_planned": lambda plan: _check_params(params, plan)}
+    options, model = asdict(config), config.model
+
+    def on_planned(plan: EnginePlan) -> None:
+        if params is not None:
+            check_params(params, plan.model.vocab_size)
+
     if args.quiet:
-        engine = Engine(**options)
+        engine = Engine(on_planned=on_planned, **options)
     else:
         is_fetched_first = any(known.name == model for known in KNOWN_MODELS) and (
             not is_cached(model)
@@ -44,7 +48,7 @@ def open_engine(
         with compile_progress(
             has_bar=not args.verbose, is_early=not is_fetched_first
         ) as on_compiled:
-            engine = Engine(on_compiled=on_compiled, **options)
+            engine = Engine(on_planned=on_planned, on_compiled=on_compiled, **options)
         note(describe_plan(model, engine.plan, engine.stats()["startup_s"]["total"]))
     with engine:
         yield engine
@@ -89,11 +93,6 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     is_whole = text and "\N{REPLACEMENT CHARACTER}" not in text
     return text if is_whole else (tokenizer.token(token_id) or text)
-
-
-def _check_params(params: SamplingParams | None, plan: EnginePlan) -> None:
-    if params is not None:
-        check_params(params, plan.model.vocab_size)
 
 
 def _joined(values: tuple[int, ...]) -> str:
