@@ -13,7 +13,7 @@ from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState, StateShapes
 from jaxprefill.kernels.attention import pool_dtype
-from jaxprefill.models.sharding import replicated
+from jaxprefill.models.sharding import place, replicated
 from jaxprefill.models.tree import Leaves, ModelTree
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
@@ -26,6 +26,7 @@ from jaxprefill.prefill.runner import PrefillRunner
 from jaxprefill.prefill.staging import Staging
 from jaxprefill.sampling.head import HeadFunctions, head_jobs
 from jaxprefill.sampling.runner import HeadRunner
+from jaxprefill.sampling.vocabulary import VocabularySplit
 
 
 class Assembly:
@@ -52,16 +53,15 @@ class Assembly:
             key = plan.decode_key(slots)
             body = self._body(key, is_decode=True)
             jobs.append(PrefillExecutable.job(f"decode {key}", body, self.shapes))
-        return (
-            jobs
-            + self._staging_jobs()
-            + head_jobs(
-                HeadFunctions(self.num_valid),
-                self.shapes,
-                sample_rows=plan.sample_rows,
-                score_rows=plan.score_rows,
-            )
+        split = VocabularySplit(plan.model.vocab_size, self.mesh.size)
+        jobs += self._staging_jobs()
+        jobs += head_jobs(
+            HeadFunctions(self.num_valid, split),
+            self.shapes,
+            sample_rows=plan.sample_rows,
+            score_rows=plan.score_rows,
         )
+        return [job.over(self.mesh) for job in jobs]
 
     def allocate(self, leaves: Leaves) -> DeviceState:
         """The device's arrays: weights as loaded, the rest zero."""
@@ -88,7 +88,7 @@ class Assembly:
             sample_rows=plan.sample_rows,
             score_rows=plan.score_rows,
             num_valid=self.num_valid,
-            put=lambda array: jax.device_put(array, replicated(self.mesh)),
+            put=lambda array: place(array, replicated(self.mesh)),
         )
         heads.prepare(state)
         decode = {

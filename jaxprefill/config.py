@@ -64,6 +64,8 @@ class ModelConfig:
         sliding_window: the most recent tokens a query sees, its own among them; None: all.
         sliding_layers: whether each layer has the window; empty: all have it.
         has_qk_norm: whether every head of q and k is RMS-normed before it is rotated.
+        num_shards: devices that share the model, in the config of one's part; the sizes are then
+            those of the part (`models.sharding.share_of`).
     """
 
     architecture: str
@@ -85,6 +87,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     activation: Activation = "silu"
+    num_shards: int = 1
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads"):
@@ -188,6 +191,7 @@ class EngineConfig:
         None, "fall back when padded/real tokens exceed this (default: never)", "FACTOR"
     )
     strict_prefill: bool = option(False, "make a fallback an error")
+    tensor_parallel_size: int = option(1, "devices that share every layer out among them", "N")
     attention_backend: str = option("auto", "auto, or the name of an attention backend", "NAME")
     compile_cache: str = option(
         "auto", "folder of JAX's persistent compilation cache; auto: user cache; off", "DIR"
@@ -197,7 +201,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._coerce()
         counts = ("context_length", "kv_cache_tokens", "max_running_requests")
-        for name in (*counts, "chunked_prefill_size", "full_prefill_max_req"):
+        counts += ("chunked_prefill_size", "full_prefill_max_req", "tensor_parallel_size")
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -1,5 +1,6 @@
 """The arrays that live on the device between steps. Donated ones are replaced by every call."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -26,6 +27,7 @@ class DeviceState:
     """Weights and per-engine arrays; C is max_running_requests.
 
     Attributes:
+        head: V is rounded up to a multiple of the devices that share it.
         pool: K and V of all layers' pages; donated to every body.
         hidden: rows the last body wrote, read by the heads; donated, shared by all buckets.
         last_tokens: the last token sampled into each request slot; donated to the heads.
@@ -48,14 +50,19 @@ class DeviceState:
             leaf.delete()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes by purpose."""
-        head = 0 if any(leaf is self.head for leaf in self.leaves) else self.head.nbytes
-        return {
-            "weights": sum(leaf.nbytes for leaf in self.leaves) + head,
-            "kv_pool": self.pool.nbytes,
-            "sampling": self.history.nbytes + self.bias.nbytes + self.last_tokens.nbytes,
-            "hidden": self.hidden.nbytes,
+        """Bytes by purpose, on each device."""
+        has_own = not any(leaf is self.head for leaf in self.leaves)
+        parts = {
+            "weights": (*self.leaves, *((self.head,) if has_own else ())),
+            "kv_pool": (self.pool,),
+            "sampling": (self.history, self.bias, self.last_tokens),
+            "hidden": (self.hidden,),
         }
+        return {name: sum(map(_device_bytes, arrays)) for name, arrays in parts.items()}
+
+
+def _device_bytes(array: Shaped[Array, "..."]) -> int:
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 jax.tree_util.register_dataclass(DeviceState)

@@ -132,7 +132,8 @@ class Engine:
 
         Keys: passes (by path), executables (passes by executable), fallbacks (by reason),
         real_tokens, padding_tokens, preemptions, corrupted_requests,
-        compilations_after_ready, kv_pages, memory (bytes), startup_s, compiled (records).
+        compilations_after_ready, kv_pages, memory (bytes on each device), mesh (devices by axis,
+        processes), startup_s, compiled (records).
         """
         core, counters = self._core, self._core.counters
         records = self._started.records
@@ -152,6 +153,10 @@ class Engine:
             "compilations_after_ready": core.compilations.count,
             "kv_pages": {"total": core.pages.num_pages, "free": core.pages.num_free},
             "memory": memory,
+            "mesh": {
+                "model": self.plan.config.tensor_parallel_size,
+                "processes": self.plan.device.num_processes,
+            },
             "startup_s": self._started.seconds,
             "compiled": [record.as_dict() for record in records],
         }

@@ -14,6 +14,7 @@ from jaxprefill.errors import ConfigError
 from jaxprefill.kernels.attention import AttentionBackend, select_backend
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.decoder import attention_specs
+from jaxprefill.models.sharding import share_of
 from jaxprefill.prefill.buckets import (
     CPU_BUCKETS,
     GPU_BUCKETS,
@@ -102,6 +103,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         head_dim=model.head_dim,
         specs=attention_specs(model),
     )
+    share = _resolve_share(config, model, device)
     context = _resolve_context(config, model)
     max_running = config.max_running_requests or (16 if is_cpu else 64)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
@@ -119,7 +121,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         context_length=context,
         chunked_prefill_size=buckets[-1],
         max_running=max_running,
-        num_pages=_resolve_pages(config, model, device, dtype),
+        num_pages=_resolve_pages(config, share, device, dtype),
         ladder=BucketLadder(buckets, slots, _resolve_max_contexts(config, context)),
         decode_slots=slot_buckets(max_running, smallest=smallest, factor=factor),
         eager_ladder=BucketLadder(
@@ -133,6 +135,32 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
 def _resolve_dtype(config: EngineConfig, device: DeviceInfo) -> jnp.dtype:
     auto = "bfloat16" if device.has_bf16_matmul else "float32"
     return jnp.dtype(auto if config.dtype == "auto" else config.dtype)
+
+
+def _resolve_share(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> ModelConfig:
+    """One device's part of the model, where the devices that are asked for are there."""
+    size, found = config.tensor_parallel_size, device.num_devices
+    if size > found:
+        more = (
+            "more devices of a CPU come with XLA_FLAGS=--xla_force_host_platform_device_count=N"
+            if device.platform == "cpu"
+            else "of other machines they come with jax.distributed.initialize"
+        )
+        raise ConfigError(
+            f"tensor_parallel_size must be at most the {found} devices that jax sees, got {size}; "
+            f"lower it, or show jax more ({more})"
+        )
+    if device.num_processes > 1 and size != found:
+        raise ConfigError(
+            f"tensor_parallel_size must be {found}, all devices of the {device.num_processes} "
+            f"processes that run one engine, got {size}"
+        )
+    if device.num_processes > 1 and config.seed is None:
+        raise ConfigError(
+            "seed must be given where several processes run one engine, got None: all of them "
+            "must draw alike; give each the same"
+        )
+    return share_of(model, size)
 
 
 def _resolve_context(config: EngineConfig, model: ModelConfig) -> int:
@@ -178,24 +206,24 @@ def _resolve_max_contexts(config: EngineConfig, context: int) -> tuple[int, ...]
 
 
 def _resolve_pages(
-    config: EngineConfig, model: ModelConfig, device: DeviceInfo, dtype: jnp.dtype
+    config: EngineConfig, share: ModelConfig, device: DeviceInfo, dtype: jnp.dtype
 ) -> int:
-    """Pages of the pool: as asked, 16384 tokens on CPU, or a share of the device's memory."""
+    """Pages of the pool: as asked, 16384 tokens on CPU, or a part of each device's memory."""
     tokens = config.kv_cache_tokens or 16384
-    weights = _num_weights(model) * dtype.itemsize
+    weights = _num_weights(share) * dtype.itemsize
     if config.kv_cache_tokens is None and device.platform != "cpu":
         budget = device.memory_bytes * config.memory_fraction - weights
-        tokens = math.floor(budget / token_bytes(model, dtype))
+        tokens = math.floor(budget / token_bytes(share, dtype))
     if tokens < config.page_size:
         raise ConfigError(
             f"kv_cache_tokens must hold at least one page of {config.page_size} tokens, "
             f"got {tokens}; raise kv_cache_tokens or memory_fraction"
         )
     pages = tokens // config.page_size
-    needed = weights + tokens * token_bytes(model, dtype)
-    if needed > device.memory_bytes or pages * model.num_layers * config.page_size >= 2**31:
+    needed = weights + tokens * token_bytes(share, dtype)
+    if needed > device.memory_bytes or pages * share.num_layers * config.page_size >= 2**31:
         raise ConfigError(
-            f"kv_cache_tokens must fit the device's {device.memory_bytes / 2**30:.0f} GiB beside "
+            f"kv_cache_tokens must fit each device's {device.memory_bytes / 2**30:.0f} GiB beside "
             f"the weights, and 32-bit rows over all layers; {tokens} tokens need "
             f"{needed / 2**30:.0f} GiB; lower it"
         )

@@ -51,7 +51,7 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
     check_names(checkpoint)  # at once: reading them ends after the compilations
     if plan.config.compile_cache != "off":
         use_compilation_cache(plan.config.compile_cache)
-    mesh = make_mesh()
+    mesh = make_mesh(plan.config.tensor_parallel_size)
     tree = model_tree(plan.model, plan.dtype, mesh)
     assembly = Assembly(plan, tree, mesh, num_valid=checkpoint.tokenizer.vocab_size)
     jobs = assembly.jobs()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxprefill.config import ModelConfig
-from jaxprefill.models.sharding import named_sharding
+from jaxprefill.models.sharding import named_sharding, share_of
 
 POOL_AXES = (None, "kv_heads", None, None, None)
 
@@ -18,7 +18,8 @@ def pool_shape(
     config: ModelConfig, num_pages: int, page_size: int, *, dtype: jnp.dtype, mesh: Mesh
 ) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of the pool."""
-    shape = (2, config.num_kv_heads, config.num_layers * num_pages, page_size, config.head_dim)
+    kv_heads = share_of(config, mesh.size).num_kv_heads * mesh.size
+    shape = (2, kv_heads, config.num_layers * num_pages, page_size, config.head_dim)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, POOL_AXES))
 
 

@@ -16,17 +16,21 @@ class DeviceInfo:
         kind: the chip's name as its driver gives it.
         memory_bytes: memory a process may use; on a CPU all of the machine's.
         has_bf16_matmul: whether bfloat16 matrix products run faster than float32.
+        num_devices: devices of all processes that work together (`jax.distributed`).
+        num_processes: how many those are.
     """
 
     platform: str
     kind: str
     memory_bytes: int
     has_bf16_matmul: bool
+    num_devices: int = 1
+    num_processes: int = 1
 
 
 def describe_device() -> DeviceInfo:
-    """The first device of jax's default backend."""
-    device = jax.devices()[0]
+    """The first of this process's devices of jax's default backend; the others are alike."""
+    device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     is_cpu = device.platform == "cpu"
     return DeviceInfo(
@@ -34,12 +38,14 @@ def describe_device() -> DeviceInfo:
         kind=device.device_kind,
         memory_bytes=_main_memory() if is_cpu else stats["bytes_limit"],
         has_bf16_matmul=_has_amx() if is_cpu else True,
+        num_devices=jax.device_count(),
+        num_processes=jax.process_count(),
     )
 
 
 def free_memory_bytes() -> int | None:
-    """Bytes still free on the device, or None where the backend does not say (CPU)."""
-    stats = jax.devices()[0].memory_stats() or {}
+    """Bytes still free on a device, or None where the backend does not say (CPU)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -20,7 +20,8 @@ class Fused(NamedTuple):
     """A parameter made of checkpoint tensors, concatenated or stacked along the first axis.
 
     Attributes:
-        rows: first-axis length of each concatenated tensor; one that is alone needs none.
+        rows: first-axis length of each part: of each tensor, or of the parts of a single one that
+            the checkpoint holds already concatenated; none where there is just one part.
     """
 
     sources: tuple[str, ...]

@@ -23,6 +23,7 @@ from jaxprefill.models.layers import (
     rotate,
 )
 from jaxprefill.models.rope import rotary_frequencies
+from jaxprefill.models.sharding import all_reduce, look_up
 
 
 class DenseLayer(nnx.Module):
@@ -83,7 +84,7 @@ class DenseLayer(nnx.Module):
 
     def output_of(self, attended: Float[Array, "T HD"]) -> Float[Array, "T E"]:
         """What attention adds to the residual stream."""
-        out = linear(attended, self.output[...])
+        out = all_reduce(linear(attended, self.output[...]), self.config)
         return out + self.output_bias[...] if self.config.has_output_bias else out
 
     def mlp(self, normed: Float[Array, "T E"]) -> Float[Array, "T E"]:
@@ -92,7 +93,7 @@ class DenseLayer(nnx.Module):
         gate_up = linear(normed, self.gate_up[...])
         if config.has_mlp_bias:
             gate_up = gate_up + self.gate_up_bias[...]
-        out = linear(gated_mlp(gate_up, config.activation), self.down[...])
+        out = all_reduce(linear(gated_mlp(gate_up, config.activation), self.down[...]), config)
         return out + self.down_bias[...] if config.has_mlp_bias else out
 
 
@@ -118,7 +119,7 @@ class DenseDecoder(nnx.Module):
 
     def embed(self, ids: Int32[Array, " T"]) -> Float[Array, "T E"]:
         """See `decoder.Decoder`."""
-        return self.embedding[...][ids].astype(jnp.float32)
+        return look_up(self.embedding[...], ids, self.config)
 
     def rotary(self, positions: Int32[Array, " T"]) -> Float[Array, "2 T half"]:
         """See `decoder.Decoder`."""

@@ -34,8 +34,7 @@ class Phi3(DenseDecoder):
     @classmethod
     def layer_sources(cls, config: ModelConfig, name: str) -> dict[str, Fused]:
         """See `DenseDecoder.layer_sources`."""
-        fused = {
-            "qkv": Fused((f"{name}.self_attn.qkv_proj.weight",)),
-            "gate_up": Fused((f"{name}.mlp.gate_up_proj.weight",)),
-        }
-        return super().layer_sources(config, name) | fused
+        found = super().layer_sources(config, name)
+        names = {"qkv": f"{name}.self_attn.qkv_proj", "gate_up": f"{name}.mlp.gate_up_proj"}
+        fused = {path: Fused((f"{names[path]}.weight",), found[path].rows) for path in names}
+        return found | fused

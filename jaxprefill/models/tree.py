@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.models.decoder import Decoder, DecoderLayer
 from jaxprefill.models.registry import model_class
-from jaxprefill.models.sharding import named_sharding
+from jaxprefill.models.sharding import LogicalAxes, named_sharding, share_of
 
 Leaves = tuple[Array, ...]
 AnyLeaf = TypeVar("AnyLeaf", Array, jax.ShapeDtypeStruct)  # shapes are enough to lower with
@@ -26,17 +26,22 @@ class ModelTree:
     """The structure of a model without its arrays.
 
     Attributes:
+        config: the whole model.
+        share: one device's part of it: the sizes that the modules know.
         paths: parameter path of each leaf, in the order of the leaves.
-        shapes: shape, dtype and sharding of each leaf.
+        shapes: shape, dtype and sharding of each leaf, over all devices.
+        whole_shapes: the same without what sharing adds (repeated KV heads, vocabulary padding).
     """
 
     config: ModelConfig
+    share: ModelConfig
     graph: Any
     structure: Any
     layer_graph: Any
     layer_structure: Any
     paths: tuple[str, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
+    whole_shapes: tuple[tuple[int, ...], ...]
 
     def bind(self, leaves: Leaves) -> Decoder:
         """The model over these arrays (or tracers)."""
@@ -62,23 +67,48 @@ class ModelTree:
 
 
 def model_tree(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> ModelTree:
-    """The structure of a model, no array made."""
-    model = nnx.eval_shape(lambda: model_class(config)(config, dtype))
+    """The structure of a model whose layers are shared out over `mesh`, no array made.
+
+    Raises:
+        ConfigError: the model cannot be shared out evenly.
+    """
+    share = share_of(config, mesh.size)
+    model = nnx.eval_shape(lambda: model_class(config)(share, dtype))
     graph, state = nnx.split(model)
-    paths: list[str] = []
+    flat = _flat_shapes(state)
+    whole = flat
+    if mesh.size > 1:
+        whole_model = nnx.eval_shape(lambda: model_class(config)(config, dtype))
+        whole = _flat_shapes(nnx.state(whole_model))
     shapes: list[jax.ShapeDtypeStruct] = []
-    for path, variable in nnx.to_flat_state(state):
-        paths.append(".".join(str(part) for part in path))
-        value = variable.get_value() if hasattr(variable, "get_value") else variable.value
-        sharding = named_sharding(mesh, variable.get_metadata()["axes"])
-        shapes.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+    for shape, kind, axes in flat.values():
+        sharding = named_sharding(mesh, axes)
+        shapes.append(jax.ShapeDtypeStruct(_joined(shape, sharding), kind, sharding=sharding))
     layer_graph, layer_state = nnx.split(model.layers[0])
     return ModelTree(
         config=config,
+        share=share,
         graph=graph,
         structure=jax.tree.structure(state),
         layer_graph=layer_graph,
         layer_structure=jax.tree.structure(layer_state),
-        paths=tuple(paths),
+        paths=tuple(flat),
         shapes=tuple(shapes),
+        whole_shapes=tuple(whole[path][0] for path in flat),
     )
+
+
+def _flat_shapes(state: Any) -> dict[str, tuple[tuple[int, ...], jnp.dtype, LogicalAxes]]:
+    """(shape, dtype, logical axes) by parameter path."""
+    found: dict[str, tuple[tuple[int, ...], jnp.dtype, LogicalAxes]] = {}
+    for path, variable in nnx.to_flat_state(state):
+        value = variable.get_value() if hasattr(variable, "get_value") else variable.value
+        name = ".".join(str(part) for part in path)
+        found[name] = (value.shape, value.dtype, variable.get_metadata()["axes"])
+    return found
+
+
+def _joined(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
+    """The shape of an array whose share on each device has `shape`."""
+    spec, size = sharding.spec, sharding.mesh.size
+    return tuple(n if part is None else n * size for n, part in zip(shape, spec, strict=True))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 from jaxprefill.batch import Batch
 from jaxprefill.device_state import DeviceState, StateShapes
 from jaxprefill.models.decoder import LayerInputs
+from jaxprefill.models.sharding import EVERYWHERE, place, spec_of
 from jaxprefill.models.tree import Leaves
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
@@ -51,7 +52,14 @@ class PrefillExecutable:
         buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
         arguments = (state.leaves, state.pool, state.hidden, state.last_tokens, buffer)
         cost = body.layout.key.num_tokens * body.tree.config.num_layers
-        return CompileJob(name=name, function=body, arguments=arguments, donated=(1, 2), cost=cost)
+        return CompileJob(
+            name=name,
+            function=body,
+            arguments=arguments,
+            donated=(1, 2),
+            cost=cost,
+            out_specs=(spec_of(state.pool), EVERYWHERE),
+        )
 
 
 class LayerwiseExecutable:
@@ -73,13 +81,16 @@ class LayerwiseExecutable:
         """Splits the weights by layer, once."""
         num_layers = self._body.tree.config.num_layers
         self._layers = [
-            (self._body.tree.layer_leaves(state.leaves, index), jax.device_put(np.int32(index)))
+            (
+                self._body.tree.layer_leaves(state.leaves, index),
+                place(np.array(index, np.int32), state.last_tokens.sharding),
+            )
             for index in range(num_layers)
         ]
 
     def run(self, state: DeviceState, batch: Batch) -> None:
         """See `PrefillExecutable.run`."""
-        buffer = jax.device_put(pad(batch, self._body.layout))
+        buffer = place(pad(batch, self._body.layout), state.last_tokens.sharding)
         rows, rotary = self._embed(state.leaves, state.last_tokens, buffer)
         norms = self._body.tree.leaf(state.leaves, "norms")
         for leaves, index in self._layers:
@@ -96,16 +107,24 @@ class LayerwiseExecutable:
         index = jax.ShapeDtypeStruct((), np.int32)
         norms = body.tree.leaf(state.leaves, "norms")
         own = body.tree.layer_leaves(state.leaves, 0)
-        steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]], ...] = (
-            (_Embed(body), (state.leaves, state.last_tokens, buffer), ()),
-            (_Layer(body), (own, norms, rows, state.pool, index, rotary, buffer), (2, 3)),
-            (_Finish(body), (state.leaves, state.hidden, rows), (1,)),
+        layer = (own, norms, rows, state.pool, index, rotary, buffer)
+        steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any], ...] = (
+            (_Embed(body), (state.leaves, state.last_tokens, buffer), (), EVERYWHERE),
+            (_Layer(body), layer, (2, 3), (EVERYWHERE, spec_of(state.pool))),
+            (_Finish(body), (state.leaves, state.hidden, rows), (1,), EVERYWHERE),
         )
         return tuple(
             CompileJob(
-                name=f"{name}/{part}", function=fn, arguments=args, donated=donated, cost=tokens
+                name=f"{name}/{part}",
+                function=function,
+                arguments=arguments,
+                donated=donated,
+                cost=tokens,
+                out_specs=specs,
             )
-            for part, (fn, args, donated) in zip(LayerwiseExecutable.PARTS, steps, strict=True)
+            for part, (function, arguments, donated, specs) in zip(
+                LayerwiseExecutable.PARTS, steps, strict=True
+            )
         )
 
 

@@ -26,6 +26,7 @@ from jaxprefill.sampling.sampler import (
     penalise,
     unpack_rows,
 )
+from jaxprefill.sampling.vocabulary import VocabularySplit, logprob_of
 
 
 @dataclass(frozen=True)
@@ -33,26 +34,24 @@ class HeadFunctions:
     """The head's pure functions for one vocabulary; `num_valid` ids may be sampled."""
 
     num_valid: int
+    split: VocabularySplit = VocabularySplit()
 
     def greedy(
         self,
-        head: Shaped[Array, "V E"],
+        head: Shaped[Array, "own E"],
         hidden: Shaped[Array, "tokens E"],
         last_tokens: Int32[Array, " C"],
         buffer: Int32[Array, "r words"],
     ) -> tuple[Int32[Array, " C"], Int32[Array, "r 2"]]:
         """(last_tokens, [token, bits of its logprob]): argmax of the raw logits."""
         params = unpack_rows(buffer)
-        logits = linear(hidden[params.row], head)
-        valid = jnp.where(jnp.arange(logits.shape[1]) < self.num_valid, logits, -jnp.inf)
-        tokens = jnp.argmax(valid, axis=-1).astype(jnp.int32)
-        logprobs = _logprob_of(logits, tokens)
+        tokens, logprobs = self.split.best(linear(hidden[params.row], head), self.num_valid)
         last_tokens = last_tokens.at[params.slot].set(tokens, mode="drop")
         return last_tokens, jnp.stack([tokens, _bits(logprobs)], axis=1)
 
     def general(
         self,
-        head: Shaped[Array, "V E"],
+        head: Shaped[Array, "own E"],
         hidden: Shaped[Array, "tokens E"],
         last_tokens: Int32[Array, " C"],
         history: Int32[Array, "C V"],
@@ -62,7 +61,7 @@ class HeadFunctions:
     ) -> tuple[Int32[Array, " C"], Int32[Array, "C V"], Int32[Array, "r outputs"]]:
         """(last_tokens, history, [token, logprob, top ids, top logprobs]); floats by their bits."""
         params = unpack_rows(buffer)
-        raw = linear(hidden[params.row], head)
+        raw = self.split.join(linear(hidden[params.row], head))
         safe = jnp.minimum(params.slot, len(last_tokens) - 1)
         logits = raw + jnp.where(params.has_bias[:, None] == 1, bias[safe], 0)
         seen = jnp.where(params.has_history[:, None] == 1, history[safe], 0)
@@ -75,18 +74,18 @@ class HeadFunctions:
         last_tokens = last_tokens.at[params.slot].set(tokens, mode="drop")
         counted = jnp.where(params.has_history == 1, params.slot, len(last_tokens))
         history = history.at[counted, tokens].add(1, mode="drop")
-        columns = [tokens[:, None], _bits(_logprob_of(raw, tokens))[:, None]]
+        columns = [tokens[:, None], _bits(logprob_of(raw, tokens))[:, None]]
         out = jnp.concatenate([*columns, top_ids.astype(jnp.int32), _bits(top - total)], axis=1)
         return last_tokens, history, out
 
     def score(
         self,
-        head: Shaped[Array, "V E"],
+        head: Shaped[Array, "own E"],
         hidden: Shaped[Array, "tokens E"],
         buffer: Int32[Array, "r 2"],
     ) -> Float32[Array, " r"]:
         """The raw logprob of each line's (row, target id)."""
-        return _logprob_of(linear(hidden[buffer[:, 0]], head), buffer[:, 1])
+        return self.split.logprob(linear(hidden[buffer[:, 0]], head), buffer[:, 1])
 
 
 def set_history(
@@ -121,7 +120,7 @@ def head_jobs(
     score_rows: tuple[int, ...],
 ) -> list[CompileJob]:
     """Every head executable."""
-    base, vocab = (state.head, state.hidden, state.last_tokens), state.head.shape[0]
+    base, vocab = (state.head, state.hidden, state.last_tokens), state.bias.shape[1]
 
     def words(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -144,11 +143,6 @@ def head_jobs(
     row = words(vocab, dtype=np.float32)
     add("set_bias", set_bias, (state.bias, words(), row), (0,))
     return jobs
-
-
-def _logprob_of(logits: Float32[Array, "r V"], ids: Int32[Array, " r"]) -> Float32[Array, " r"]:
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:

@@ -72,7 +72,7 @@ class HeadRunner:
         self, state: DeviceState, slot: int, request: Request, generated: list[int]
     ) -> None:
         """Fills the slot's history and bias where the request needs them."""
-        vocab = state.head.shape[0]
+        vocab = state.bias.shape[1]
         index = np.int32(slot)
         if request.params.has_penalties:
             row = history_row(request.prompt_ids, generated, vocab)
@@ -130,7 +130,7 @@ class HeadRunner:
         return mask
 
     def _full_mask(self, state: DeviceState, rows: int) -> Int32[np.ndarray, "rows words"]:
-        return full_mask(rows, num_valid=self._num_valid, vocab_size=state.head.shape[0])
+        return full_mask(rows, num_valid=self._num_valid, vocab_size=state.bias.shape[1])
 
 
 class PendingTokens(NamedTuple):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Shaped
 from jaxprefill.errors import CheckpointError
 from jaxprefill.models.decoder import Fused
 from jaxprefill.models.registry import model_class
+from jaxprefill.models.sharding import place
 from jaxprefill.models.tree import Leaves, ModelTree
 from jaxprefill.weights.checkpoint import Checkpoint
 
@@ -20,22 +21,25 @@ def load_leaves(checkpoint: Checkpoint, tree: ModelTree) -> Leaves:
     Raises:
         CheckpointError: tensors have the wrong shape; they are named.
     """
-    sources = model_class(tree.config).sources(tree.config)
+    architecture = model_class(tree.config)
+    sources, shared = architecture.sources(tree.config), architecture.sources(tree.share)
+
+    def load(index: int) -> Shaped[Array, "..."]:
+        path, shape = tree.paths[index], tree.shapes[index]
+        whole = _read_leaf(checkpoint, sources[path], path, tree.whole_shapes[index])
+        if shape.sharding.spec[0] is not None and tree.share.num_shards > 1:
+            whole = _share_rows(whole, sources[path], shared[path], shape)
+        return place(whole.astype(shape.dtype, copy=False), shape.sharding)
+
     with ThreadPoolExecutor(max_workers=2) as pool:  # reading and dequantising release the GIL
-        return tuple(
-            pool.map(
-                lambda path, shape: _load_leaf(checkpoint, sources[path], path, shape),
-                tree.paths,
-                tree.shapes,
-            )
-        )
+        return tuple(pool.map(load, range(len(tree.paths))))
 
 
-def _load_leaf(
-    checkpoint: Checkpoint, fused: Fused, path: str, shape: jax.ShapeDtypeStruct
-) -> Shaped[Array, "..."]:
+def _read_leaf(
+    checkpoint: Checkpoint, fused: Fused, path: str, shape: tuple[int, ...]
+) -> Shaped[np.ndarray, "..."]:
     parts = [checkpoint.read(name) for name in fused.sources]
-    wanted = _part_shapes(fused, shape.shape)
+    wanted = _part_shapes(fused, shape)
     if [part.shape for part in parts] != wanted:
         found = ", ".join(
             f"{name} {list(part.shape)} instead of {list(want)}"
@@ -46,14 +50,38 @@ def _load_leaf(
             f"{checkpoint.name}: {path} is made of tensors of the wrong shape: {found}; "
             "the checkpoint does not match its own configuration"
         )
-    whole = np.stack(parts) if fused.is_stacked else np.concatenate(parts)
-    return jax.device_put(whole.astype(shape.dtype, copy=False), shape.sharding)
+    return np.stack(parts) if fused.is_stacked else np.concatenate(parts)
+
+
+def _share_rows(
+    whole: Shaped[np.ndarray, "..."], fused: Fused, share: Fused, shape: jax.ShapeDtypeStruct
+) -> Shaped[np.ndarray, "..."]:
+    """Rows in the order that gives each device its own heads, columns or ids.
+
+        [q0 q1 k0 k1 v0 v1]  ->  [q0 k0 v0 | q1 k1 v1]
+
+    A part with fewer shares than devices is repeated; one that does not fill them ends in zeros.
+    """
+    num_shards = shape.sharding.mesh.size
+    lengths = share.rows or (shape.shape[0] // num_shards,)
+    parts = np.split(whole, np.cumsum(fused.rows)[:-1]) if fused.rows else [whole]
+    shares: list[list[np.ndarray]] = [[] for _ in range(num_shards)]
+    for part, length in zip(parts, lengths, strict=True):
+        copies = length * num_shards // len(part)
+        missing = max(0, length * num_shards - copies * len(part))
+        padded = np.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1)) if missing else part
+        for index, own in enumerate(shares):
+            start = index // copies * length
+            own.append(padded[start : start + length])
+    return np.concatenate([part for own in shares for part in own])
 
 
 def _part_shapes(fused: Fused, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     if fused.is_stacked:
         return [shape[1:]] * len(fused.sources)
-    return [(rows, *shape[1:]) for rows in fused.rows or shape[:1]]
+    if len(fused.sources) == 1:
+        return [shape]
+    return [(rows, *shape[1:]) for rows in fused.rows]
 
 
 def check_names(checkpoint: Checkpoint) -> None:
