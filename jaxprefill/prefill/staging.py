@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Sharding
 from jaxtyping import Array, Int32
 
+from jaxprefill.models.sharding import place
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.padding import Buffer, BufferLayout
 
@@ -24,7 +25,7 @@ class Staging:
     ) -> None:
         """`compiled` holds the job of `Staging.job`."""
         self._replace = compiled[self.job_name(layout)].call
-        self._words = jax.device_put(np.zeros(layout.num_words, np.int32), sharding)
+        self._words = place(np.zeros(layout.num_words, np.int32), sharding)
 
     def put(self, buffer: Buffer) -> Int32[Array, " words"]:
         """The words on the device; valid until the next `put`."""
