@@ -31,6 +31,7 @@ LAYER_SHAPES = {
     "ffn_up": (MLP, HIDDEN),
     "ffn_down": (HIDDEN, MLP),
 }
+ONES = np.ones(HEAD_DIM // 2, np.float32)
 Change = Callable[[gguf.GGUFWriter], None]
 
 
@@ -214,6 +215,12 @@ def test_head_dim_may_differ_from_hidden_over_heads(model_path: Path) -> None:
         checkpoint.read("model.layers.0.self_attn.q_proj.weight")
 
 
+def test_a_llama_file_with_a_window_is_mistral_s(model_path: Path) -> None:
+    write_model(model_path, change=lambda w: w.add_sliding_window(32))
+    config = GgufCheckpoint(model_path).config
+    assert (config.architecture, config.sliding_window) == ("MistralForCausalLM", 32)
+
+
 def test_equal_head_counts_of_all_layers_are_one_count(model_path: Path) -> None:
     write_model(model_path, change=lambda w: w.add_array("llama.attention.head_count_kv", [2, 2]))
     assert GgufCheckpoint(model_path).config.num_kv_heads == 2
@@ -222,14 +229,26 @@ def test_equal_head_counts_of_all_layers_are_one_count(model_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), r"RoPE scaling \(yarn\)"),
-        (lambda w: w.add_rope_scaling_factor(8.0), "RoPE scaling .*factor 8"),
         (
-            lambda w: w.add_tensor("rope_freqs.weight", np.ones(8, "f4")),
-            "RoPE scaling .*rope_freqs",
+            lambda w: w.add_string("llama.rope.scaling.type", "ntk"),
+            "none, linear, yarn or longrope",
         ),
+        (
+            lambda w: w.add_rope_scaling_factor(-8.0),
+            "rope.scaling.factor must be a positive number",
+        ),
+        (
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+            r"longrope needs rope_factors_long\.weight and rope_factors_short\.weight, which are",
+        ),
+        (
+            lambda w: (w.add_rope_scaling_factor(8.0), w.add_tensor("rope_freqs.weight", ONES)),
+            "rope.scaling.type must be none beside tensors of RoPE factors, got 'linear'",
+        ),
+        (lambda w: w.add_tensor("rope_freqs.weight", ONES[:7]), "longrope must hold 8 numbers"),
+        (lambda w: w.add_causal_attention(False), "attention.causal must be true"),
+        (lambda w: w.add_logit_scale(0.5), "logit_scale must be 1 to be supported, got 0.5"),
         (lambda w: w.add_expert_count(8), "expert_count is 8"),
-        (lambda w: w.add_sliding_window(4096), "sliding_window is 4096"),
         (lambda w: w.add_value_length(8), "value_length must be 16 to be supported, got 8"),
         (lambda w: w.add_rope_dimension_count(8), "value_length|head|rows|dimension_count"),
         (lambda w: w.add_array("llama.attention.head_count_kv", [2, 1]), r"got \[2, 1\]"),

@@ -105,6 +105,26 @@ def test_each_pre_tokenizer_splits_digits_its_own_way(
     assert pieces(byte_level(pre=pre), text) == expected
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "words", "has_bos"),
+    [
+        ("dbrx", "don't 1234", ["don", "'t", "Ġ", "123", "4"], False),
+        ("tekken", "helloWorld's 12", ["hello", "World", "'s", "Ġ", "1", "2"], True),
+        ("gpt-4o", "helloWorld's 1234", ["hello", "World's", "Ġ", "123", "4"], False),
+        ("gpt-4o", "HTTPServer/\n ÉTÉ", ["HTTPServer", "/Ċ", "ĠÃīTÃī"], False),
+        ("command-r", "a 12", ["a", "Ġ", "1", "2"], False),
+    ],
+)
+def test_each_pre_tokenizer_has_words_of_its_own(
+    pre: str, text: str, words: list[str], has_bos: bool
+) -> None:
+    tokenizer = byte_level(pre=pre)
+    splitter = tokenizer._backend.pre_tokenizer
+    assert splitter is not None
+    assert [word for word, _ in splitter.pre_tokenize_str(text)] == words
+    assert tokenizer.encode("") == ([0] if has_bos else [])
+
+
 def test_bos_and_eos_are_added_when_the_file_says_so() -> None:
     tokenizer = byte_level(add_bos_token=True, add_eos_token=True)
     assert pieces(tokenizer, "he") == ["<s>", "he", "</s>"]

@@ -93,7 +93,7 @@ def _read_yarn(hf: HfValues, rope: HfValues) -> dict[str, Any]:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-    default = scale(1)
+    default = scale(1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         default = scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
     return {

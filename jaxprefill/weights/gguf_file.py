@@ -17,6 +17,22 @@ from jaxprefill.errors import CheckpointError
 
 MetadataValue = int | float | bool | str | list[str] | np.ndarray
 
+READABLE_TYPES = (
+    GGMLQuantizationType.F32,
+    GGMLQuantizationType.F16,
+    GGMLQuantizationType.BF16,
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q5_0,
+    GGMLQuantizationType.Q5_1,
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q2_K,
+    GGMLQuantizationType.Q3_K,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q5_K,
+    GGMLQuantizationType.Q6_K,
+)
+
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _MAGIC = b"GGUF"
@@ -89,20 +105,24 @@ class GgufFile:
         """Returns tensor `name`, dequantised to float32, in row-major shape.
 
         Raises:
-            CheckpointError: there is no such tensor, or its type has no dequantiser.
+            CheckpointError: there is no such tensor, or its type is not read.
         """
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self.path}: no tensor named {name!r}")
+        self.require_readable(name)
         raw = self._bytes[info.offset : info.offset + info.num_bytes]
-        try:
-            values = dequantize(_in_long_rows(raw, info.ggml_type), info.ggml_type)
-        except NotImplementedError as error:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} has type {info.ggml_type.name}, which cannot be "
-                "dequantised; use a file with F32, F16, BF16, Q4_0 to Q8_0 or K-quant tensors"
-            ) from error
+        values = dequantize(_in_long_rows(raw, info.ggml_type), info.ggml_type)
         return np.asarray(values, dtype=np.float32).reshape(info.shape)
+
+    def require_readable(self, name: str) -> None:
+        """Raises CheckpointError unless the tensor's type is one that is dequantised."""
+        kind = self.tensors[name].ggml_type
+        if kind not in READABLE_TYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has type {kind.name}, which is not supported; use a "
+                f"file with {', '.join(known.name for known in READABLE_TYPES)}"
+            )
 
     def _alignment(self) -> int:
         value = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)

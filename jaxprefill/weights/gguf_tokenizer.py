@@ -23,6 +23,13 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# A word changes where small letters end; %s: an ending of it, then a run of digits.
+_CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+%s|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*%s"
+    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +51,13 @@ class _PreTokenizer:
 
 _GPT2 = _PreTokenizer()
 _DIGITS = _PreTokenizer(is_digit_alone=True)
-_LLAMA3 = _PreTokenizer(words=_WORDS % r"\p{N}{1,3}", is_whole_word_first=True, has_bos=True)
+_THREE_DIGITS = _WORDS % r"\p{N}{1,3}"
+_LLAMA3 = _PreTokenizer(words=_THREE_DIGITS, is_whole_word_first=True, has_bos=True)
 _QWEN2 = _PreTokenizer(words=_WORDS % r"\p{N}", is_nfc=True)
+_TEKKEN = _PreTokenizer(
+    words=_CASED_WORDS % ("", "", r"\p{N}"), is_whole_word_first=True, has_bos=True
+)
+_GPT4O = _PreTokenizer(words=_CASED_WORDS % (_ENDING, _ENDING, r"\p{N}{1,3}"))
 _PRE_TOKENIZERS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
@@ -53,11 +65,18 @@ _PRE_TOKENIZERS = {
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
+    "command-r": _DIGITS,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "dbrx": _PreTokenizer(words=_THREE_DIGITS),  # Phi-4
+    "smaug-bpe": _PreTokenizer(words=_THREE_DIGITS),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,  # Mistral Nemo
+    "gpt-4o": _GPT4O,  # Phi-4-mini
 }
 
 
