@@ -186,11 +186,12 @@ def _assemble(rig: Rig, path: str, body: Body, done: dict[str, Compiled]) -> Non
         rig.executables[path, key] = PrefillExecutable(key, body, done[name], staging)
         rig.temp_bytes[path, key] = done[name].record.temp_bytes
         return
-    parts = {part: done[f"{name}/{part}"] for part in LayerwiseExecutable.PARTS}
-    executable = LayerwiseExecutable(key, body, parts)
+    executable = LayerwiseExecutable(name, key, body, done)
     executable.bind(rig.state)
     rig.executables[path, key] = executable
-    rig.temp_bytes[path, key] = max(part.record.temp_bytes for part in parts.values())
+    rig.temp_bytes[path, key] = max(
+        part.record.temp_bytes for at, part in done.items() if at.startswith(f"{name}/")
+    )
 
 
 def make_batch(rig: Rig, lens: list[int], prefix: int, *, is_decode: bool, seed: int = 0) -> Batch:

@@ -170,8 +170,7 @@ class Assembly:
     ) -> dict[ShapeKey, LayerwiseExecutable]:
         found: dict[ShapeKey, LayerwiseExecutable] = {}
         for key in ladder.keys:
-            parts = {part: compiled[f"{path} {key}/{part}"] for part in LayerwiseExecutable.PARTS}
-            found[key] = LayerwiseExecutable(key, self._body(key), parts)
+            found[key] = LayerwiseExecutable(f"{path} {key}", key, self._body(key), compiled)
             found[key].bind(state)
         return found
 

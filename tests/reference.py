@@ -35,7 +35,10 @@ def reference_logits(checkpoint, ids) -> np.ndarray:
         group = c.num_q_heads // c.num_kv_heads
         k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
         scores = np.einsum("qhd,khd->hqk", q, k) * c.head_dim**-0.5
-        scores = np.where(np.tri(len(ids), dtype=bool), scores, -np.inf)
+        seen = np.tri(len(ids), dtype=bool)
+        if c.windows[layer] is not None:
+            seen &= ~np.tri(len(ids), k=-c.windows[layer], dtype=bool)
+        scores = np.where(seen, scores, -np.inf)
         out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(len(ids), -1)
         x = x + out @ w[name + "self_attn.o_proj.weight"].T
         h = _norm(x, w[name + "post_attention_layernorm.weight"], c.norm_eps)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxprefill.errors import ConfigError, KernelUnsupported
 from jaxprefill.kernels.attention import plan_tiles, select_backend
-from jaxprefill.kernels.attention.api import NO_ROW, as_numbers, as_stored, pool_dtype
+from jaxprefill.kernels.attention.api import CAUSAL, NO_ROW, as_numbers, as_stored, pool_dtype
 from jaxprefill.kernels.attention.cases import CASES, AttentionCase, make_inputs
 from jaxprefill.kernels.attention.reference import read_pages, reference_attention
 from jaxprefill.kernels.attention.select import BACKENDS
@@ -38,6 +38,8 @@ BFLOAT16 = (
     "page_size_1",
     "decode_uneven",
     "decode_page_size_128",
+    "window_uneven_rows_and_chunk",
+    "decode_window_uneven",
 )
 on_every_case = pytest.mark.parametrize(
     ("case", "dtype"),
@@ -57,8 +59,10 @@ def backend(request):
 @functools.cache
 def compiled(backend, case, dtype):
     """The op at a case's shape; the pool is donated."""
+    if case.window is not None and not backend.capabilities.has_window:
+        pytest.skip(f"{backend.name} has no sliding window")
     inputs = make_inputs(case, backend)
-    function = jax.jit(backend.make(inputs.tiles), donate_argnums=3)
+    function = jax.jit(backend.make(inputs.tiles, case.spec), donate_argnums=3)
     return function.lower(*arguments(inputs, dtype)).compile(FAST_COMPILE)
 
 
@@ -96,7 +100,7 @@ def pool_after(inputs):
     return pool
 
 
-reference = jax.jit(reference_attention, compiler_options=FAST_COMPILE)
+reference = jax.jit(reference_attention, static_argnums=3, compiler_options=FAST_COMPILE)
 
 
 def expected(case, inputs, dtype):
@@ -107,7 +111,8 @@ def expected(case, inputs, dtype):
         pages = [inputs.first_page + page for page in own]
         rows = pool[:, :, pages].reshape(2, case.kv_heads, -1, case.head_dim)[:, :, :kv_len]
         keys, values = rows.swapaxes(1, 2)
-        parts.append(np.asarray(reference(held.q[start : start + q_len], keys, values)))
+        q = held.q[start : start + q_len]
+        parts.append(np.asarray(reference(q, keys, values, case.spec)))
         start += q_len
     return np.concatenate(parts)
 
@@ -163,7 +168,7 @@ def test_nan_outside_the_requests_changes_no_bit(backend, case, dtype):
 def two_layers(backend, case, dtype, num_pages=2048):
     """Two chained layers at a case's shape over a large pool (abstract), the pool donated."""
     inputs = make_inputs(case, backend)
-    attend = backend.make(inputs.tiles)
+    attend = backend.make(inputs.tiles, CAUSAL)
 
     def run_both(q, k, v, pool, batch):
         for layer in range(2):
@@ -212,7 +217,7 @@ def test_memory_does_not_grow_with_max_context(backend, is_decode):
 def test_a_bfloat16_pool_gives_the_same_as_its_bits(backend):
     case = CASES[0]
     q, k, v, pool, batch, first_page = arguments(make_inputs(case, backend), "bfloat16")
-    attend = backend.make(make_inputs(case, backend).tiles)
+    attend = backend.make(make_inputs(case, backend).tiles, CAUSAL)
     attend = jax.jit(attend, compiler_options=FAST_COMPILE)
     numbers = as_numbers(pool)
     outs = [

@@ -26,7 +26,11 @@ SPLIT_CASES = (
         max_context=1024, is_decode=True,
     ),
 )  # fmt: skip
-SUPPORTED = (*(case for case in CASES if case.head_dim & (case.head_dim - 1) == 0), *SPLIT_CASES)
+SUPPORTED = tuple(
+    case
+    for case in (*CASES, *SPLIT_CASES)
+    if case.head_dim & (case.head_dim - 1) == 0 and case.window is None
+)
 # Interpretation takes seconds a case: the rest is marked slow.
 QUICK = {
     "plain", "chunk_after_unaligned_prefix", "gqa_7", "decode_one_slot", "decode_rows_and_chunk",

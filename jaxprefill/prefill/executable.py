@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.batch import Batch
 from jaxprefill.device_state import DeviceState, StateShapes
+from jaxprefill.kernels.attention import AttentionSpec
 from jaxprefill.models.decoder import LayerInputs
 from jaxprefill.models.sharding import EVERYWHERE, place, spec_of
 from jaxprefill.models.tree import Leaves
@@ -63,29 +64,30 @@ class PrefillExecutable:
 
 
 class LayerwiseExecutable:
-    """The same pass as L + 2 launches of three small executables: embed, layer, finish.
+    """The same pass as L + 2 launches of small executables: embed, one a kind of layer, finish.
 
     At the ladder's shapes it is the `layerwise` backend, at coarse shapes the eager fallback.
     """
 
-    PARTS = ("embed", "layer", "finish")
-
-    def __init__(self, key: ShapeKey, body: Body, compiled: dict[str, Compiled]) -> None:
-        """`compiled` holds the three executables by PARTS."""
+    def __init__(self, name: str, key: ShapeKey, body: Body, compiled: dict[str, Compiled]) -> None:
+        """`compiled` holds the executables of `jobs(name, ...)`."""
         self.key = key
         self._body = body
-        self._embed, self._layer, self._finish = (compiled[part].call for part in self.PARTS)
-        self._layers: list[tuple[Leaves, Array]] = []
+        self._embed = compiled[f"{name}/embed"].call
+        self._kinds = {spec: compiled[f"{name}/{_layer_part(spec)}"].call for spec in body.specs}
+        self._finish = compiled[f"{name}/finish"].call
+        self._layers: list[tuple[Callable[..., Any], Leaves, Array]] = []
 
     def bind(self, state: DeviceState) -> None:
         """Splits the weights by layer, once."""
-        num_layers = self._body.tree.config.num_layers
+        tree = self._body.tree
         self._layers = [
             (
-                self._body.tree.layer_leaves(state.leaves, index),
+                self._kinds[AttentionSpec(window)],
+                tree.layer_leaves(state.leaves, index),
                 place(np.array(index, np.int32), state.last_tokens.sharding),
             )
-            for index in range(num_layers)
+            for index, window in enumerate(tree.config.windows)
         ]
 
     def run(self, state: DeviceState, batch: Batch) -> None:
@@ -93,13 +95,13 @@ class LayerwiseExecutable:
         buffer = place(pad(batch, self._body.layout), state.last_tokens.sharding)
         rows, rotary = self._embed(state.leaves, state.last_tokens, buffer)
         norms = self._body.tree.leaf(state.leaves, "norms")
-        for leaves, index in self._layers:
-            rows, state.pool = self._layer(leaves, norms, rows, state.pool, index, rotary, buffer)
+        for layer, leaves, index in self._layers:
+            rows, state.pool = layer(leaves, norms, rows, state.pool, index, rotary, buffer)
         state.hidden = self._finish(state.leaves, state.hidden, rows)
 
     @staticmethod
     def jobs(name: str, body: Body, state: StateShapes) -> tuple[CompileJob, ...]:
-        """The three executables."""
+        """What must be compiled."""
         config, tokens = body.tree.config, body.layout.key.num_tokens
         buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
         rows = jax.ShapeDtypeStruct((tokens, config.hidden_size), np.float32)
@@ -108,11 +110,15 @@ class LayerwiseExecutable:
         norms = body.tree.leaf(state.leaves, "norms")
         own = body.tree.layer_leaves(state.leaves, 0)
         layer = (own, norms, rows, state.pool, index, rotary, buffer)
-        steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any], ...] = (
-            (_Embed(body), (state.leaves, state.last_tokens, buffer), (), EVERYWHERE),
-            (_Layer(body), layer, (2, 3), (EVERYWHERE, spec_of(state.pool))),
-            (_Finish(body), (state.leaves, state.hidden, rows), (1,), EVERYWHERE),
-        )
+        layer_specs = (EVERYWHERE, spec_of(state.pool))
+        steps: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any]] = [
+            ("embed", _Embed(body), (state.leaves, state.last_tokens, buffer), (), EVERYWHERE),
+            *(
+                (_layer_part(spec), _Layer(body, spec), layer, (2, 3), layer_specs)
+                for spec in body.specs
+            ),
+            ("finish", _Finish(body), (state.leaves, state.hidden, rows), (1,), EVERYWHERE),
+        ]
         return tuple(
             CompileJob(
                 name=f"{name}/{part}",
@@ -122,10 +128,12 @@ class LayerwiseExecutable:
                 cost=tokens,
                 out_specs=specs,
             )
-            for part, (function, arguments, donated, specs) in zip(
-                LayerwiseExecutable.PARTS, steps, strict=True
-            )
+            for part, function, arguments, donated, specs in steps
         )
+
+
+def _layer_part(spec: AttentionSpec) -> str:
+    return "layer" if spec.window is None else f"layer with window {spec.window}"
 
 
 class _Step:
@@ -143,6 +151,10 @@ class _Embed(_Step):
 
 
 class _Layer(_Step):
+    def __init__(self, body: Body, spec: AttentionSpec) -> None:
+        super().__init__(body)
+        self.spec = spec
+
     def __call__(
         self,
         leaves: Leaves,
@@ -155,7 +167,7 @@ class _Layer(_Step):
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
         pair = jax.lax.dynamic_slice_in_dim(norms, 2 * index, 2)
         inputs = LayerInputs(rotary, unpack(buffer, self.body.layout).batch)
-        return self.body.layer(leaves, pair, rows, pool, index, inputs)
+        return self.body.layer(self.spec, leaves, pair, rows, pool, index, inputs)
 
 
 class _Finish(_Step):

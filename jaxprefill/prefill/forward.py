@@ -1,7 +1,7 @@
 """The body as a pure function: token ids -> embeddings -> all layers -> final norm -> hidden rows.
 
-Layers are unrolled through one inner jitted layer function: XLA sees every layer's own weights
-(a scan would copy them), and tracing stays as cheap as for one layer.
+Layers are unrolled through one inner jitted layer function a kind of layer: XLA sees every layer's
+own weights (a scan would copy them), and tracing stays as cheap as for one layer of each kind.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
-from jaxprefill.kernels.attention import CAUSAL, AttentionBackend, RaggedBatch
-from jaxprefill.models.decoder import LayerInputs
+from jaxprefill.kernels.attention import AttentionBackend, AttentionSpec, RaggedBatch
+from jaxprefill.models.decoder import LayerInputs, attention_specs
 from jaxprefill.models.tree import Leaves, ModelTree
 from jaxprefill.prefill.padding import BufferLayout
 
@@ -57,10 +57,12 @@ class Body:
         """`layout` fixes every static size."""
         self.tree = tree
         self.layout = layout
-        self.attend = backend.make(layout.tiles, CAUSAL)
+        self.specs = attention_specs(tree.config)
+        self._attends = {spec: backend.make(layout.tiles, spec) for spec in self.specs}
 
     def layer(
         self,
+        spec: AttentionSpec,
         leaves: Leaves,
         norms: Float[Array, "2 E"],
         hidden: Float[Array, "T E"],
@@ -68,9 +70,9 @@ class Body:
         layer: Int32[Array, ""],
         inputs: LayerInputs,
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
-        """One layer over its own leaves."""
+        """One layer over its own leaves; `spec` is what this kind of layer asks of attention."""
         module = self.tree.bind_layer(leaves)
-        return module(hidden, pool, norms, layer, inputs, self.attend)
+        return module(hidden, pool, norms, layer, inputs, self._attends[spec])
 
     def __call__(
         self,
@@ -87,9 +89,10 @@ class Body:
         with jax.named_scope("embed"):
             rows = model.embed(resolve_ids(inputs.ids, last_tokens))
         norms = self.tree.leaf(leaves, "norms")
-        layer_fn = jax.jit(self.layer)
-        for index in range(self.tree.config.num_layers):
+        layer_fn = jax.jit(self.layer, static_argnums=0)
+        for index, window in enumerate(self.tree.config.windows):
             own, pair = self.tree.layer_leaves(leaves, index), norms[2 * index : 2 * index + 2]
-            rows, pool = layer_fn(own, pair, rows, pool, jnp.int32(index), layer_inputs)
+            spec = AttentionSpec(window)
+            rows, pool = layer_fn(spec, own, pair, rows, pool, jnp.int32(index), layer_inputs)
         with jax.named_scope("final_norm"):
             return pool, write_hidden(hidden, model.final_norm(rows))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jaxprefill.kernels.attention.api import AttentionBackend, RaggedBatch
+from jaxprefill.kernels.attention.api import AttentionBackend, AttentionSpec, RaggedBatch
 from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, plan_tiles
 
 NUM_LAYERS = 2  # layers whose pages the pool holds; the inputs address the second
@@ -35,6 +35,7 @@ class AttentionCase:
     num_slots: int = 4
     max_context: int = 512
     is_decode: bool = False
+    window: int | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -43,6 +44,11 @@ class AttentionCase:
     def num_real_tokens(self) -> int:
         """Tokens of requests; the rest of `num_tokens` is padding."""
         return sum(self.q_lens)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the case asks beyond causality."""
+        return AttentionSpec(self.window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,4 +197,19 @@ CASES: tuple[AttentionCase, ...] = (
     _decode("decode_gqa_7_one_kv_head", 9, 150, num_slots=4, q_heads=7, kv_heads=1),
     _decode("decode_page_size_1", 9, 150, num_slots=4, page_size=1),
     _decode("decode_page_size_128", 9, 150, num_slots=4, page_size=128, head_dim=128),
+    _prefill("window_inside_tile", 37, 20, window=5),
+    _prefill("window_of_one", 23, prefix=140, num_tokens=32, window=1),
+    _prefill("window_above_context", 37, 9, window=512),
+    _prefill("window_after_long_prefix", 100, prefix=301, num_tokens=128, window=130),
+    _prefill("window_starts_at_key_block", 64, 65, prefix=192, num_tokens=256, window=65),
+    AttentionCase(
+        name="window_uneven_rows_and_chunk",
+        q_lens=(1, 30, 1, 1, 20),
+        kv_lens=(5, 463, 177, 300, 20),
+        num_slots=8,
+        window=40,
+    ),
+    _decode("decode_window_uneven", 300, 1, 129, 17, 128, 500, num_slots=8, window=100),
+    _decode("decode_window_starts_at_key_block", 256, 257, 255, 64, num_slots=4, window=128),
+    _decode("decode_window_of_one", 130, 1, num_slots=4, page_size=1, window=1),
 )

@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from jaxprefill.kernels.attention.api import as_numbers
+from jaxprefill.kernels.attention.api import CAUSAL, AttentionSpec, as_numbers
 
 
 def reference_attention(
-    q: Float[Array, "q H D"], keys: Float[Array, "k K D"], values: Float[Array, "k K D"]
+    q: Float[Array, "q H D"],
+    keys: Float[Array, "k K D"],
+    values: Float[Array, "k K D"],
+    spec: AttentionSpec = CAUSAL,
 ) -> Float[Array, "q H D"]:
     """Causal attention of the last `q` of `k` positions; scores and sums in float32."""
     group = q.shape[1] // keys.shape[1]
@@ -17,7 +20,9 @@ def reference_attention(
     values = jnp.repeat(values.astype(jnp.float32), group, axis=1)
     scores = jnp.einsum("qhd,khd->hqk", q.astype(jnp.float32), keys) * q.shape[-1] ** -0.5
     position = jnp.arange(len(keys))[None] - (len(keys) - len(q))
-    scores = jnp.where(position <= jnp.arange(len(q))[:, None], scores, -jnp.inf)
+    distance = jnp.arange(len(q))[:, None] - position
+    visible = distance >= 0 if spec.window is None else (distance >= 0) & (distance < spec.window)
+    scores = jnp.where(visible, scores, -jnp.inf)
     return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), values).astype(q.dtype)
 
 

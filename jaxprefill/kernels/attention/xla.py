@@ -46,7 +46,6 @@ def _tile_shape(
 
 
 def _make(shape: TileShape, spec: AttentionSpec = CAUSAL) -> Attend:
-    assert spec == CAUSAL, "capabilities are checked at start-up"
     attend = _decode if shape.tile_q == 1 else _prefill
 
     def write_and_attend(
@@ -58,7 +57,7 @@ def _make(shape: TileShape, spec: AttentionSpec = CAUSAL) -> Attend:
         first_page: Int32[Array, ""],
     ) -> tuple[Float[Array, "T H D"], Shaped[Array, "2 K P S D"]]:
         pool = write_kv(pool, k, v, batch.kv_rows, first_page)
-        return attend(q, pool, batch, first_page, shape).astype(q.dtype), pool
+        return attend(q, pool, batch, first_page, (shape, spec)).astype(q.dtype), pool
 
     return write_and_attend
 
@@ -68,8 +67,9 @@ def _prefill(
     pool: Shaped[Array, "2 K P S D"],
     batch: RaggedBatch,
     first_page: Int32[Array, ""],
-    shape: TileShape,
+    static: tuple[TileShape, AttentionSpec],
 ) -> Float[Array, "T H D"]:
+    shape, window = static[0], static[1].window
     tile_q, block_k = shape.tile_q, shape.block_k
     num_tokens, num_heads, dim = q.shape
     kv_heads = pool.shape[1]
@@ -84,6 +84,10 @@ def _prefill(
     tiles = tiles.transpose(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads, group * tile_q, dim)
     last_key = jnp.minimum(prefix[:, None] + token, limit[:, None] - 1)
     last_key = jnp.tile(last_key, (1, group))  # [N, G * tile_q]
+    first_key = jnp.zeros_like(limit)  # of the tile's first row: no row looks further back
+    if window is not None:
+        first_key = jnp.maximum(prefix + start - window + 1, 0)
+    first_block = first_key // block_k
 
     def step(
         carry: tuple[Array, Array, Array, Array, Array, Array],
@@ -93,20 +97,24 @@ def _prefill(
         pages = _block_pages(batch.page_table, slot[tile], block, shape, pool) + first_page
         keys = as_numbers(pool[0][:, pages]).reshape(kv_heads, block_k, dim)
         values = as_numbers(pool[1][:, pages]).reshape(kv_heads, block_k, dim)
-        values = jnp.where((key < limit[tile])[:, None], values, 0)  # a stale NaN must not leak
+        is_seen = (key >= first_key[tile]) & (key < limit[tile])
+        values = jnp.where(is_seen[:, None], values, 0)  # a stale NaN must not leak
         visible = key <= last_key[tile][:, None]
-        is_first = block == 0
+        if window is not None:
+            visible &= key > last_key[tile][:, None] - window
+        is_first = block == first_block[tile]
         top = jnp.where(is_first, _MASKED, top)
         total, acc = jnp.where(is_first, 0, total), jnp.where(is_first, 0, acc)
         top, total, acc = _online_softmax(tiles[tile], keys, values, visible, (top, total, acc))
         out = lax.dynamic_update_index_in_dim(out, acc / total[..., None], tile, 0)
         is_last = (block + 1) * block_k >= limit[tile]
-        return tile + is_last, jnp.where(is_last, 0, block + 1), out, top, total, acc
+        following = first_block[jnp.minimum(tile + 1, num_tiles - 1)]
+        return tile + is_last, jnp.where(is_last, following, block + 1), out, top, total, acc
 
     sums = jnp.zeros((kv_heads, group * tile_q), jnp.float32)
     acc = jnp.zeros((kv_heads, group * tile_q, dim), jnp.float32)
     out = jnp.zeros(tiles.shape, jnp.float32)
-    carry = (jnp.int32(0), jnp.int32(0), out, sums, sums, acc)
+    carry = (jnp.int32(0), first_block[0], out, sums, sums, acc)
     out = lax.while_loop(lambda carry: carry[0] < batch.num_tiles, step, carry)[2]
     out = out.reshape(num_tiles, kv_heads, group, tile_q, dim).transpose(0, 3, 1, 2, 4)
     is_live = (token < batch.q_lens[slot][:, None]) & _is_planned(batch, num_tiles)[:, None]
@@ -137,20 +145,26 @@ def _decode(
     pool: Shaped[Array, "2 K P S D"],
     batch: RaggedBatch,
     first_page: Int32[Array, ""],
-    shape: TileShape,
+    static: tuple[TileShape, AttentionSpec],
 ) -> Float[Array, "T H D"]:
     num_slots, num_heads, dim = q.shape
-    kv_heads, block_k = pool.shape[1], shape.block_k
-    pages_per_block = block_k // pool.shape[3]
+    block_k, window = static[0].block_k, static[1].window
+    kv_heads, pages_per_block = pool.shape[1], block_k // pool.shape[3]
+    first_key = jnp.zeros_like(batch.kv_lens)
+    if window is not None:
+        first_key = jnp.maximum(batch.kv_lens - window, 0)
+    first_block = first_key // block_k
     queries = (q.astype(jnp.float32) * dim**-0.5).astype(q.dtype)
     queries = queries.reshape(num_slots, kv_heads, -1, dim).transpose(1, 0, 2, 3)  # [K, R, G, D]
 
     def step(block: Int32[Array, ""], carry: _Sums) -> _Sums:
-        start = (jnp.int32(0), block * pages_per_block)
-        pages = (
-            lax.dynamic_slice(batch.page_table, start, (num_slots, pages_per_block)) + first_page
-        )
-        seen = block * block_k + jnp.arange(block_k) < batch.kv_lens[:, None]  # [R, block_k]
+        # Every slot walks its own blocks, so that a window bounds the steps.
+        at = (first_block + block)[:, None]
+        pages = jnp.arange(pages_per_block) + at * pages_per_block
+        pages = jnp.minimum(pages, batch.page_table.shape[1] - 1)
+        pages = jnp.take_along_axis(batch.page_table, pages, axis=1) + first_page
+        key = at * block_k + jnp.arange(block_k)  # [R, block_k]
+        seen = (key >= first_key[:, None]) & (key < batch.kv_lens[:, None])
         keys, values = as_numbers(pool[0][:, pages]), as_numbers(pool[1][:, pages])
         keys = keys.reshape(kv_heads, num_slots, block_k, dim)
         values = values.reshape(kv_heads, num_slots, block_k, dim)
@@ -159,7 +173,7 @@ def _decode(
 
     sums = jnp.zeros(queries.shape[:3], jnp.float32)
     carry = (sums + _MASKED, sums, jnp.zeros(queries.shape, jnp.float32))
-    num_blocks = -(-batch.kv_lens.max() // block_k)
+    num_blocks = (-(-batch.kv_lens // block_k) - first_block).max()
     _, total, acc = lax.fori_loop(0, num_blocks, step, carry)
     out = acc / jnp.maximum(total, 1e-30)[..., None]
     return out.transpose(1, 0, 2, 3).reshape(num_slots, num_heads, dim)
@@ -202,6 +216,7 @@ XLA = AttentionBackend(
         platforms=frozenset({"cpu", "gpu"}),
         dtypes=frozenset({"float32", "bfloat16"}),
         max_page_size=_MAX_BLOCK_K,
+        has_window=True,
     ),
     tile_shape=_tile_shape,
     make=_make,
