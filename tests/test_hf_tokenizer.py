@@ -121,6 +121,11 @@ def test_templates_come_from_the_settings_unless_a_file_holds_one(tmp_path, temp
         assert tokenizer.apply_chat_template(messages) == text
     (tmp_path / "chat_template.jinja").write_text("{{ 'é' }}", encoding="utf-8")
     assert read_tokenizer(tmp_path, {}).apply_chat_template(messages) == "é"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("t", encoding="utf-8")
+    both = read_tokenizer(tmp_path, {})
+    assert both.apply_chat_template(messages) == "é"
+    assert both.apply_chat_template(messages, tools=[1]) == "t"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja: cannot be read as UTF-8"):
         read_tokenizer(tmp_path, {})

@@ -183,6 +183,34 @@ def test_unknown_characters_become_bytes() -> None:
     assert SENTENCEPIECE.decode(SENTENCEPIECE.encode("aé\n b")) == "aé\n b"
 
 
+def with_turns(architecture: str) -> Tokenizer:
+    metadata = sentencepiece_metadata()
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list) and isinstance(kinds, np.ndarray)
+    scores = np.append(metadata["tokenizer.ggml.scores"], [0.0, 0.0]).astype(np.float32)
+    changes: dict[str, MetadataValue] = {
+        "tokens": [*tokens, "<|end|>", "<|im_end|>"],
+        "token_type": np.append(kinds, [CONTROL, CONTROL]),
+        "scores": scores,
+    }
+    metadata = sentencepiece_metadata(**changes) | {"general.architecture": architecture}
+    template = "{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}"
+    return build_tokenizer(metadata | {"tokenizer.chat_template": template}, path=PATH)
+
+
+def test_a_token_that_ends_the_template_s_messages_ends_generation() -> None:
+    tokenizer = with_turns("llama")
+    assert {tokenizer.token(end) for end in tokenizer.eos_ids} == {"</s>", "<|end|>"}
+    assert pieces(tokenizer, "a<|end|>\nb") == ["<s>", "▁a", "<|end|>", "▁", "<0x0A>", "b"]
+
+
+def test_phi_3_s_added_tokens_take_the_space_after_them_along() -> None:
+    tokenizer = with_turns("phi3")
+    assert pieces(tokenizer, "a<|end|>\nb")[:3] == ["<s>", "▁a", "<|end|>"]
+    assert "<0x0A>" not in pieces(tokenizer, "a<|end|>\nb")
+    assert "<0x0A>" in pieces(tokenizer, "a<s>\nb")
+
+
 def test_the_space_prefix_can_be_off() -> None:
     tokenizer = sentencepiece(add_space_prefix=False, add_bos_token=False)
     assert pieces(tokenizer, "ab ab") == ["ab", "▁ab"]

@@ -18,6 +18,10 @@ from jaxprefill.weights.gguf_file import MetadataValue
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
+# Tokens that end a message where the chat template writes them; files name just one of their ends.
+_TURN_ENDS = ("<|end|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")
+# Phi-3's other added tokens take the white space after them along, which GGUF cannot say.
+_PHI3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's stand-in for a space
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -83,8 +87,9 @@ _PRE_TOKENIZERS = {
 def build_tokenizer(metadata: Mapping[str, MetadataValue], *, path: Path) -> Tokenizer:
     """Builds the tokenizer of a GGUF file.
 
-    Generation ends at the file's own eos, eot and eom ids and at no other token: llama.cpp also
-    guesses end tokens by their text, which would stop a base model at a token that it may write.
+    Generation ends at the file's own eos, eot and eom ids and where its chat template ends a
+    message. llama.cpp guesses end tokens by their text alone, which would stop a base model at a
+    token that it may write.
 
     Args:
         metadata: all of the file's metadata.
@@ -113,8 +118,11 @@ def build_tokenizer(metadata: Mapping[str, MetadataValue], *, path: Path) -> Tok
         bos_id=bos_id if fields.flag("add_bos_token", default=has_bos) else None,
         eos_id=eos_id if fields.flag("add_eos_token", default=False) else None,
     )
-    ends = (eos_id, fields.token_id("eot_token_id"), fields.token_id("eom_token_id"))
     template = metadata.get("tokenizer.chat_template")
+    ends = [eos_id, fields.token_id("eot_token_id"), fields.token_id("eom_token_id")]
+    if isinstance(template, str):
+        added = {token.content for token in fields.added_tokens()}
+        ends += [fields.vocab[end] for end in _TURN_ENDS if end in added and end in template]
     return Tokenizer(
         backend,
         eos_ids=[token_id for token_id in ends if token_id is not None],
@@ -186,8 +194,15 @@ class _TokenizerFields:
     def added_tokens(self) -> list[AddedToken]:
         """Tokens matched whole before any split; control tokens decode to nothing."""
         special = {_UNKNOWN, _CONTROL}
+        is_phi3 = self._metadata.get("general.architecture") == "phi3"
+        is_stripping = is_phi3 and self.string("model") == "llama"
         return [
-            AddedToken(token, special=kind in special, normalized=False)
+            AddedToken(
+                token,
+                special=kind in special,
+                normalized=False,
+                rstrip=is_stripping and token not in _PHI3_PLAIN,
+            )
             for token, kind in zip(self.tokens, self.types, strict=True)
             if token and (kind in special or kind == _USER_DEFINED)
         ]

@@ -14,7 +14,7 @@ from jaxprefill.errors import CheckpointError
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.weights.json_file import read_object_if_there, token_ids
 
-_TEMPLATE_FILE = "chat_template.jinja"
+_TEMPLATE_FILE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
@@ -126,13 +126,12 @@ def _add_missing_ends(
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The template file if there is one, else the one or the named ones of the settings."""
-    path = folder / _TEMPLATE_FILE
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    """The template files if there are any, else the one or the named ones of the settings."""
+    files = {path.stem: path for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))}
+    if (folder / _TEMPLATE_FILE).is_file():
+        files["default"] = folder / _TEMPLATE_FILE
+    if files:
+        return {name: _read_text(path) for name, path in files.items()}
     value = settings.get("chat_template")
     if value is None or isinstance(value, str):
         return value
@@ -142,6 +141,13 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> str | dict[str
         f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list of "
         f'{{"name": ..., "template": ...}}, got {value!r:.80}'
     )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 
 
 def _is_named_template(item: Any) -> bool:
