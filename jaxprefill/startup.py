@@ -21,7 +21,7 @@ from jaxprefill.prefill.compiler import (
     compile_all,
 )
 from jaxprefill.weights.checkpoint import Checkpoint
-from jaxprefill.weights.load import check_names, load_leaves
+from jaxprefill.weights.load import check_names, check_shapes, load_leaves
 
 OnCompiled = Callable[[ExecutableRecord, int], None]
 
@@ -48,11 +48,12 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         CheckpointError: the weights do not fit the architecture.
     """
     began = time.perf_counter()
-    check_names(checkpoint)  # at once: reading them ends after the compilations
+    check_names(checkpoint)  # at once, as shapes below: reading ends after the compilations
     if plan.config.compile_cache != "off":
         use_compilation_cache(plan.config.compile_cache)
     mesh = make_mesh(plan.config.tensor_parallel_size)
     tree = model_tree(plan.model, plan.dtype, mesh)
+    check_shapes(checkpoint, tree)
     assembly = Assembly(plan, tree, mesh, num_valid=checkpoint.tokenizer.vocab_size)
     jobs = assembly.jobs()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as loader:

@@ -1,6 +1,7 @@
 """A model written as GGUF and described by its config.json is one model, in every architecture."""
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
@@ -9,8 +10,10 @@ from jaxprefill.config import RopeConfig
 from jaxprefill.errors import CheckpointError
 from jaxprefill.models.registry import model_class, read_config
 from jaxprefill.models.rope import rotary_frequencies
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
 from jaxprefill.weights.gguf import GgufCheckpoint
-from jaxprefill.weights.load import check_names
+from jaxprefill.weights.load import check_names, check_shapes
 from tests.gguf_files import write_gguf
 from tests.reference import prompt_logprobs
 from tests.tiny import TinyCheckpoint
@@ -109,6 +112,7 @@ def test_a_gguf_is_the_model_of_its_config_json(tmp_path, changes):
     )
     assert found.config.norm_eps == pytest.approx(wanted.norm_eps)
     check_names(found)
+    check_shapes(found, model_tree(found.config, jnp.dtype("float32"), make_mesh()))
     for name, value in tensors.items():
         np.testing.assert_array_equal(found.read(name), value, err_msg=name)
 

@@ -20,7 +20,7 @@ from jaxprefill.models.layers import (
 from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
-from jaxprefill.weights.load import check_names, load_leaves
+from jaxprefill.weights.load import check_names, check_shapes, load_leaves
 from tests.reference import prompt_logprobs
 from tests.tiny import TinyCheckpoint, tiny_config, tiny_engine
 
@@ -40,6 +40,7 @@ def frequencies(dim, theta):
 def load(checkpoint, dtype=FLOAT32):
     tree = model_tree(checkpoint.config, dtype, make_mesh())
     check_names(checkpoint)
+    check_shapes(checkpoint, tree)
     return tree, load_leaves(checkpoint, tree)
 
 

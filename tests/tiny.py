@@ -61,7 +61,7 @@ class TinyCheckpoint:
         }
 
     def _random(self, rng, name: str, scale: float) -> np.ndarray:
-        shape = self.shape(name)
+        shape = self._made_shape(name)
         if len(shape) == 1:
             return rng.uniform(0.5, 1.5, shape).astype(np.float32)
         return (rng.normal(size=shape) * scale * shape[1] ** -0.5).astype(np.float32)
@@ -70,6 +70,9 @@ class TinyCheckpoint:
         return frozenset(self.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def _made_shape(self, name: str) -> tuple[int, ...]:
         c = self.config
         attended, keys = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         if name in ("model.embed_tokens.weight", "lm_head.weight"):

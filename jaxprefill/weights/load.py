@@ -1,6 +1,6 @@
 """Checkpoint tensors -> the model's leaves on the device. Names must match exactly."""
 
-from collections.abc import Set
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -18,15 +18,17 @@ from jaxprefill.weights.checkpoint import Checkpoint
 def load_leaves(checkpoint: Checkpoint, tree: ModelTree) -> Leaves:
     """Every leaf of `tree`, read, fused, cast and placed as its sharding says.
 
+    `check_shapes` must have passed.
+
     Raises:
-        CheckpointError: tensors have the wrong shape; they are named.
+        CheckpointError: a tensor cannot be read.
     """
     architecture = model_class(tree.config)
     sources, shared = architecture.sources(tree.config), architecture.sources(tree.share)
 
     def load(index: int) -> Shaped[Array, "..."]:
         path, shape = tree.paths[index], tree.shapes[index]
-        whole = _read_leaf(checkpoint, sources[path], path, tree.whole_shapes[index])
+        whole = _read_leaf(checkpoint, sources[path])
         if shape.sharding.spec[0] is not None and tree.share.num_shards > 1:
             whole = _share_rows(whole, sources[path], shared[path], shape)
         return place(whole.astype(shape.dtype, copy=False), shape.sharding)
@@ -35,21 +37,8 @@ def load_leaves(checkpoint: Checkpoint, tree: ModelTree) -> Leaves:
         return tuple(pool.map(load, range(len(tree.paths))))
 
 
-def _read_leaf(
-    checkpoint: Checkpoint, fused: Fused, path: str, shape: tuple[int, ...]
-) -> Shaped[np.ndarray, "..."]:
+def _read_leaf(checkpoint: Checkpoint, fused: Fused) -> Shaped[np.ndarray, "..."]:
     parts = [checkpoint.read(name) for name in fused.sources]
-    wanted = _part_shapes(fused, shape)
-    if [part.shape for part in parts] != wanted:
-        found = ", ".join(
-            f"{name} {list(part.shape)} instead of {list(want)}"
-            for name, part, want in zip(fused.sources, parts, wanted, strict=True)
-            if part.shape != want
-        )
-        raise CheckpointError(
-            f"{checkpoint.name}: {path} is made of tensors of the wrong shape: {found}; "
-            "the checkpoint does not match its own configuration"
-        )
     return np.stack(parts) if fused.is_stacked else np.concatenate(parts)
 
 
@@ -97,7 +86,25 @@ def check_names(checkpoint: Checkpoint) -> None:
         )
 
 
-def _some(names: Set[str], limit: int = 12) -> str:
+def check_shapes(checkpoint: Checkpoint, tree: ModelTree) -> None:
+    """Raises CheckpointError unless every tensor has the shape that its parameter needs."""
+    sources = model_class(tree.config).sources(tree.config)
+    wrong = [
+        f"{name} {list(checkpoint.shape(name))} instead of {list(wanted)}"
+        for path, shape in zip(tree.paths, tree.whole_shapes, strict=True)
+        for name, wanted in zip(
+            sources[path].sources, _part_shapes(sources[path], shape), strict=True
+        )
+        if checkpoint.shape(name) != wanted
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.name}: tensors have the wrong shape: {_some(wrong)}; the checkpoint "
+            "does not match its own configuration"
+        )
+
+
+def _some(names: Collection[str], limit: int = 12) -> str:
     shown = sorted(names)[:limit]
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(shown) or "none") + rest
