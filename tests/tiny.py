@@ -94,6 +94,26 @@ class TinyCheckpoint:
         return self.tensors[name]
 
 
+class TensorsCheckpoint:
+    """Given tensors behind the byte-level tokenizer."""
+
+    name = "tensors"
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, np.ndarray]):
+        self.config = config
+        self.tensors = tensors
+        self.tokenizer = byte_tokenizer()
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def read(self, name: str) -> np.ndarray:
+        return self.tensors[name]
+
+
 SMALL = dict(
     prefill_buckets=(8, 32),
     max_running_requests=4,

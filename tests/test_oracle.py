@@ -1,0 +1,100 @@
+"""Every architecture and RoPE kind against transformers, from fixtures that tests/oracle writes."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxprefill.models.layers import rotary_table
+from jaxprefill.models.registry import ARCHITECTURES, read_config
+from jaxprefill.models.rope import rotary_frequencies
+from jaxprefill.prefill.compiler import CPU_OPTIONS
+from jaxprefill.request import SamplingParams
+from jaxprefill.scheduler import Scheduler
+from tests.oracle.cases import CASES, ROPE_CASES, ROPE_POSITIONS
+from tests.tiny import TensorsCheckpoint, tiny_engine
+
+FOLDER = Path(__file__).parent / "data" / "oracle"
+TOLERANCE = 1e-4
+
+
+@cache
+def fixture(name):
+    with np.load(FOLDER / f"{name}.npz") as held:
+        return {key: held[key] for key in held.files}
+
+
+def read_fixture_config(case):
+    return read_config(json.loads(fixture(case.name)["config"].tobytes()))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def served(request):
+    """(case, engine, prompts, expected logprobs of each)."""
+    case, held = request.param, fixture(request.param.name)
+    tensors = {
+        key.removeprefix("w:"): held[key].astype(np.float32) for key in held if key[:2] == "w:"
+    }
+    prompts = np.split(held["ids"], np.cumsum(case.lengths)[:-1])
+    scored = np.split(held["logprobs"], np.cumsum(np.array(case.lengths) - 1)[:-1])
+    checkpoint = TensorsCheckpoint(read_fixture_config(case), tensors)
+    options = {"prefill_buckets": (32,), "max_running_requests": 2} | case.options
+    with tiny_engine(checkpoint, **options) as made:
+        yield case, made, [ids.tolist() for ids in prompts], scored
+
+
+def use_chunks(engine, size):
+    """From now on a step takes at most `size` tokens: compiled shapes stay, batches change."""
+    core = engine._core
+    core.scheduler = Scheduler(replace(core.plan.limits, max_batch_tokens=size), core.pages)
+
+
+def worst(found, wanted):
+    pairs = zip(found, wanted, strict=True)
+    return max(np.abs(np.array(one[1:], float) - two).max(initial=0) for one, two in pairs)
+
+
+@pytest.mark.parametrize("chunk", [32, 3, 1])
+def test_ragged_batches_and_chunks_equal_the_oracle(served, chunk):
+    _, engine, prompts, wanted = served
+    use_chunks(engine, chunk)
+    assert worst(engine.logprobs(prompts), wanted) <= TOLERANCE
+
+
+def test_decoding_equals_the_oracle(served):
+    case, engine, prompts, _ = served
+    use_chunks(engine, 32)
+    held = fixture(case.name)
+    params = SamplingParams(temperature=0, logprobs=0, max_tokens=4, ignore_eos=True)
+    found = engine.generate(prompts[: case.num_greedy], params)
+    assert [one.token_ids for one in found] == held["greedy_ids"].tolist()
+    logprobs = np.array([one.logprobs for one in found])
+    np.testing.assert_allclose(logprobs, held["greedy_logprobs"], atol=TOLERANCE)
+
+
+def test_every_architecture_has_a_fixture():
+    assert {case.architecture for case in CASES} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_transformers_4_and_5_layouts_mean_the_same(case):
+    assert read_config(case.hf) == read_fixture_config(case)
+
+
+@pytest.mark.parametrize("name", ROPE_CASES)
+def test_rotary_tables_equal_the_oracle_up_to_position_131071(name):
+    config = read_config(ROPE_CASES[name])
+    frequencies = rotary_frequencies(config)
+    assert frequencies.dtype == np.float32
+    factor = config.rope.attention_factor
+    table = jax.jit(  # optimised as in an executable
+        lambda positions: rotary_table(positions, frequencies, factor),
+        compiler_options=CPU_OPTIONS,
+    )
+    found = table(jnp.array(ROPE_POSITIONS, jnp.int32))
+    np.testing.assert_allclose(found, fixture("rope")[name], atol=2e-5)
