@@ -142,7 +142,8 @@ def compile_paths(rig: Rig, wanted: set[tuple[str, ShapeKey]]) -> None:
     jobs: list[CompileJob] = []
     bodies: dict[tuple[str, ShapeKey], Body] = {}
     for path, key in sorted(wanted):
-        body = Body(rig.tree, rig.backend, rig.layout(key, is_decode=path == "decode"))
+        layout = rig.layout(key, is_decode=path == "decode")
+        body = Body(rig.tree, rig.backend, layout, is_looped=jax.default_backend() == "cpu")
         bodies[path, key] = body
         if path in ("full", "decode"):
             jobs.append(PrefillExecutable.job(f"{path} {key}", body, rig.state))

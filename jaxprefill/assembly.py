@@ -175,7 +175,9 @@ class Assembly:
         return found
 
     def _body(self, key: ShapeKey, *, is_decode: bool = False) -> Body:
-        return Body(self.tree, self.plan.backend, self.plan.layout(key, is_decode=is_decode))
+        is_cpu = self.plan.device.platform == "cpu"
+        layout = self.plan.layout(key, is_decode=is_decode)
+        return Body(self.tree, self.plan.backend, layout, is_looped=is_cpu)
 
     def _state_shapes(self) -> StateShapes:
         plan, everywhere = self.plan, replicated(self.mesh)

@@ -110,8 +110,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     if max_running > MAX_RUNNING:
         raise ConfigError(f"max_running_requests must be at most {MAX_RUNNING}, got {max_running}")
     slots = min(config.full_prefill_max_req or max_running, max_running)
-    # On a CPU two rows cost what one does, and one row of bfloat16 would convert every weight.
-    smallest, factor = (2, 8) if is_cpu else (1, 4)
+    # XLA's CPU compiler would convert every weight for one row of bfloat16.
+    smallest = 2 if is_cpu and dtype == jnp.bfloat16 else 1
     return EnginePlan(
         config=config,
         model=replace(model, context_length=context),  # what is served: longrope chooses by it
@@ -123,11 +123,11 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         max_running=max_running,
         num_pages=_resolve_pages(config, share, device, dtype),
         ladder=BucketLadder(buckets, slots, _resolve_max_contexts(config, context)),
-        decode_slots=slot_buckets(max_running, smallest=smallest, factor=factor),
+        decode_slots=slot_buckets(max_running, smallest=smallest),
         eager_ladder=BucketLadder(
             coarse_buckets(buckets[-1], factor=16 if is_cpu else 4), max_running, (context,)
         ),
-        sample_rows=slot_buckets(max_running, smallest=smallest, factor=factor),
+        sample_rows=slot_buckets(max_running, smallest=smallest),
         score_rows=(16, 128) if is_cpu else (16, 256),
     )
 

@@ -87,7 +87,9 @@ def plan(device=CPU, model=None, **options):
 
 def test_cpu_defaults():
     found = plan()
-    assert found.ladder.buckets == (16, 64, 256, 1024) and found.chunked_prefill_size == 1024
+    assert found.ladder.buckets[0] == 16 and found.chunked_prefill_size == 1024
+    steps = zip(found.ladder.buckets, found.ladder.buckets[1:], strict=False)
+    assert all(high <= 2 * low for low, high in steps), "padding at most doubles the time"
     assert found.dtype.name == "float32" and found.num_pages * 16 == 16384
     assert found.ladder.num_slots == found.max_running == 16
     assert found.decode_slots[-1] == 16 and found.eager_ladder.buckets[-1] >= 1024
@@ -95,6 +97,7 @@ def test_cpu_defaults():
 
 def test_a_single_bfloat16_row_is_never_decoded_on_a_cpu():
     assert plan(dtype="bfloat16").decode_slots[0] >= 2
+    assert plan(dtype="float32").decode_slots[0] == 1
 
 
 def test_gpu_defaults_fill_the_memory_fraction():
@@ -105,7 +108,7 @@ def test_gpu_defaults_fill_the_memory_fraction():
 
 
 def test_the_ladder_ends_at_chunked_prefill_size():
-    assert plan(chunked_prefill_size=100).ladder.buckets == (16, 64, 100)
+    assert plan(chunked_prefill_size=100).ladder.buckets == (16, 32, 64, 100)
     assert plan(prefill_buckets=(8, 32)).chunked_prefill_size == 32
     assert plan(prefill_buckets=(8, 32), chunked_prefill_size=20).ladder.buckets == (8, 20)
     assert plan(prefill_buckets="upstream", chunked_prefill_size=2000).ladder.buckets[-2:] == (
@@ -116,7 +119,7 @@ def test_the_ladder_ends_at_chunked_prefill_size():
 
 def test_a_short_context_does_not_compile_long_buckets():
     found = plan(model=tiny_config(context_length=160), max_running_requests=1)
-    assert found.ladder.buckets == (16, 64, 160)
+    assert found.ladder.buckets == (16, 32, 64, 128, 160)
 
 
 def test_max_contexts_are_rounded_up_to_a_page_and_checked_after():

@@ -1,11 +1,16 @@
 """Building blocks shared by the architectures. Matrix products accumulate in float32."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import EllipsisType
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxprefill.config import Activation
 from jaxprefill.models.sharding import LogicalAxes
@@ -16,10 +21,44 @@ def parameter(shape: tuple[int, ...], dtype: jnp.dtype, axes: LogicalAxes) -> nn
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
 
+@dataclass(frozen=True)
+class WeightByLayer:
+    """A weight inside a loop over layers: all layers' arrays, and which layer it is.
+
+    What reads it branches on the layer, and every branch holds one layer's array: XLA's `while`
+    and `conditional` pass arrays on by address, whereas slices of stacked weights are copies.
+    """
+
+    arrays: tuple[Shaped[Array, "..."], ...]
+    layer: Int32[Array, ""]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """All arrays have it."""
+        return self.arrays[0].dtype
+
+    def __getitem__(self, index: int | EllipsisType) -> "WeightByLayer | Array":
+        """The weight itself for `...`, as nnx.Param asks; else a part of this layer's array."""
+        return self if index is ... else self.apply(lambda array: array[index])
+
+    def apply(self, function: Callable[[Array], Array]) -> Array:
+        """The function of this layer's array; only this layer's is computed."""
+        branches = [partial(function, array) for array in self.arrays]
+        return lax.switch(self.layer, branches)
+
+
+def weight_by_layer(arrays: Sequence[Array], layer: Int32[Array, ""]) -> WeightByLayer | Array:
+    """One parameter of a loop's current layer; vectors are small and simply copied."""
+    weight = WeightByLayer(tuple(arrays), layer)
+    return weight if arrays[0].ndim > 1 else weight.apply(lambda array: array)
+
+
 def linear(
-    x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"]
+    x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"] | WeightByLayer
 ) -> Float[Array, "T outputs"]:
     """X @ weight.T in the weight's dtype, accumulated and returned in float32."""
+    if isinstance(weight, WeightByLayer):
+        return weight.apply(partial(linear, x))
     contract = (((1,), (1,)), ((), ()))
     return lax.dot_general(
         x.astype(weight.dtype), weight, contract, preferred_element_type=jnp.float32

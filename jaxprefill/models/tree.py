@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.models.decoder import Decoder, DecoderLayer
+from jaxprefill.models.layers import WeightByLayer, weight_by_layer
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import LogicalAxes, named_sharding, share_of
 
 Leaves = tuple[Array, ...]
+LayerLeaves = tuple[Array | WeightByLayer, ...]
 AnyLeaf = TypeVar("AnyLeaf", Array, jax.ShapeDtypeStruct)  # shapes are enough to lower with
 
 
@@ -53,8 +55,15 @@ class ModelTree:
         pairs = zip(self.paths, leaves, strict=True)
         return tuple(leaf for path, leaf in pairs if path.startswith(prefix))
 
-    def bind_layer(self, leaves: Leaves) -> DecoderLayer:
-        """A layer over the arrays of `layer_leaves`; all layers share one structure."""
+    def looped_leaves(
+        self, leaves: Leaves, layers: tuple[int, ...], at: Int32[Array, ""]
+    ) -> LayerLeaves:
+        """The leaves of layer `layers[at]`, where `at` is known on the device only."""
+        each = (self.layer_leaves(leaves, layer) for layer in layers)
+        return tuple(weight_by_layer(arrays, at) for arrays in zip(*each, strict=True))
+
+    def bind_layer(self, leaves: LayerLeaves) -> DecoderLayer:
+        """A layer over its own leaves, however they are picked; all layers share one structure."""
         return nnx.merge(self.layer_graph, jax.tree.unflatten(self.layer_structure, leaves))
 
     def leaf(self, leaves: tuple[AnyLeaf, ...], path: str) -> AnyLeaf:

@@ -15,8 +15,8 @@ GPU_BUCKETS = (
     *(16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536),
     *(2048, 2560, 3072, 4096, 5120, 6144, 8192),
 )
-# A CPU takes ten core-seconds to compile an unrolled body of 30 layers, so its ladder is short.
-CPU_BUCKETS = (16, 64, 256, 1024)
+# On a CPU time grows with the padded tokens; each shape costs two core-seconds of compilation.
+CPU_BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
 
 
 class ShapeKey(NamedTuple):
