@@ -6,6 +6,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxprefill.errors import CheckpointError
@@ -215,3 +217,28 @@ def test_the_config_is_that_of_the_folder_whatever_its_weights(tmp_path):
     write_folder(tmp_path, TINY)
     write_json(tmp_path / "config.json", hf_config(TINY, max_position_embeddings=64))
     assert opened(tmp_path).config.context_length == 64
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_damaged_files_never_escape(tmp_path, data):
+    if not (tmp_path / "config.json").exists():
+        write_folder(tmp_path, TINY, num_shards=2)
+        put("generation_config.json", {"eos_token_id": [256, 3]})(tmp_path)
+    path = data.draw(st.sampled_from(sorted(tmp_path.iterdir())))
+    clean = path.read_bytes()
+    start = data.draw(st.integers(0, min(len(clean), 2000)))
+    removed = data.draw(st.integers(0, 8))
+    added = data.draw(st.sampled_from([b"", b"x", b"\xff", b'"', b"null", b"-1", b"{}", b"1e999"]))
+    path.write_bytes(clean[:start] + added + clean[start + removed :])
+    try:
+        found = opened(tmp_path)
+        found.tokenizer.encode("hi <bos>")
+        for name in found.names():
+            found.read(name)
+    except CheckpointError:
+        pass
+    finally:
+        path.write_bytes(clean)
