@@ -20,6 +20,19 @@ _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wants:
+    """What is asked beside generation; see `Request` for the meaning of each."""
+
+    prompt_logprobs: bool = False
+    label_ids: tuple[int, ...] = ()
+    is_label_logprob: bool = True
+    priority: int = 0
+
+
+NOTHING_MORE = Wants()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Admission:
     """What a request must keep to.
 
@@ -40,7 +53,7 @@ class Admission:
         prompt: Prompt,
         params: SamplingParams,
         *,
-        wants_prompt_logprobs: bool = False,
+        wants: Wants = NOTHING_MORE,
     ) -> list[Request]:
         """The `params.n` requests of one prompt.
 
@@ -61,7 +74,10 @@ class Admission:
                 params=params,
                 seed=_stream_seed(seed, index),
                 stop_ids=eos | frozenset(params.stop_token_ids),
-                wants_prompt_logprobs=wants_prompt_logprobs,
+                wants_prompt_logprobs=wants.prompt_logprobs,
+                label_ids=wants.label_ids,
+                is_label_logprob=wants.is_label_logprob,
+                priority=wants.priority,
                 index=index,
             )
             for index in range(params.n)
@@ -80,6 +96,18 @@ class Admission:
             )
         self._check_ids("prompt", ids)
         return ids
+
+    def label_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Ids whose score is wanted, validated."""
+        is_list = isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, (str, bytes))
+        if not is_list or len(ids) == 0:
+            raise RequestError(
+                f"label_token_ids must be a list of at least one token id, got {ids!r}",
+                param="label_token_ids",
+            )
+        labels = tuple(_as_id(token, "label_token_ids") for token in ids)
+        _check_ids("label_token_ids", labels, self.vocab_size)
+        return labels
 
     def chat_ids(self, messages: Any, template_options: Mapping[str, Any]) -> tuple[int, ...]:
         """The ids of a rendered conversation; only the template adds special tokens."""
@@ -136,13 +164,13 @@ def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
-def _as_id(token: Any) -> int:
-    if isinstance(token, (bool, np.bool_)):
-        raise RequestError(f"prompt ids must be integers, got {token!r}", param="prompt")
+def _as_id(token: Any, param: str = "prompt") -> int:
     try:
+        if isinstance(token, (bool, np.bool_)):
+            raise TypeError
         return operator.index(token)
     except TypeError:
-        raise RequestError(f"prompt ids must be integers, got {token!r}", param="prompt") from None
+        raise RequestError(f"{param} ids must be integers, got {token!r}", param=param) from None
 
 
 def _stream_seed(seed: int, index: int) -> int:

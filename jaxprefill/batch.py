@@ -36,6 +36,9 @@ class BatchRow:
             which the device knows and the host may not yet.
         pages: KV pages of the request, in order, enough for `kv_len` tokens.
         sample: how to choose the next token, or None.
+        num_shared: leading tokens whose KV was there before; among the new ones, those are
+            computed for their hidden rows alone and write no KV.
+        label_ids: ids whose score is wanted after the last new token.
         score_ids: (offset, targets): the logprob of `targets[i]` is wanted after new token
             `offset + i`.
     """
@@ -45,7 +48,9 @@ class BatchRow:
     token_ids: Sequence[int] | None
     kv_len: int
     pages: Sequence[int]
+    num_shared: int = 0
     sample: SampleSpec | None = None
+    label_ids: Sequence[int] = ()
     score_ids: tuple[int, Sequence[int]] = (0, ())
 
     @property

@@ -17,6 +17,8 @@ class Collector:
         self._logprobs: list[float] = []
         self._top: list[dict[int, float]] = []
         self._prompt_logprobs: list[float | None] = [None]
+        self._label_scores: list[float] = []
+        self.cached_tokens = 0
         self._reason: FinishReason | None = None
         self._stop: str | int | None = None
 
@@ -28,6 +30,10 @@ class Collector:
     def add_prompt_logprobs(self, logprobs: tuple[float, ...]) -> None:
         """The next logprobs of the prompt, in order."""
         self._prompt_logprobs.extend(logprobs)
+
+    def add_label_scores(self, scores: tuple[float, ...]) -> None:
+        """The scores of the request's label ids."""
+        self._label_scores += scores
 
     def add_token(self, token: int, logprob: float, top: dict[int, float]) -> None:
         """The next generated token; may finish the request on a stop string."""
@@ -62,6 +68,8 @@ class Collector:
             logprobs=self._logprobs if wants else None,
             top_logprobs=self._top if params.logprobs else None,
             prompt_logprobs=self._prompt_logprobs if self.request.wants_prompt_logprobs else None,
+            label_scores=self._label_scores if self.request.label_ids else None,
+            cached_tokens=self.cached_tokens,
             prompt_tokens=self.request.prompt_length,
             index=self.request.index,
         )

@@ -193,6 +193,9 @@ class EngineConfig:
     strict_prefill: bool = option(False, "make a fallback an error")
     tensor_parallel_size: int = option(1, "devices that share every layer out among them", "N")
     attention_backend: str = option("auto", "auto, or the name of an attention backend", "NAME")
+    prefix_cache: bool = option(
+        True, "keep the KV of prompts and answers for requests that begin alike"
+    )
     compile_cache: str = option(
         "auto", "folder of JAX's persistent compilation cache; auto: user cache; off", "DIR"
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from jaxprefill.batch import Batch
 from jaxprefill.cache.pages import PageAllocator
+from jaxprefill.cache.prefix import PrefixCache, store_logprobs
 from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState
@@ -13,15 +14,9 @@ from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import CompilationCounter
 from jaxprefill.prefill.runner import PrefillRunner
 from jaxprefill.request import FinishReason, Request
-from jaxprefill.sampling.pack import RowToSample
-from jaxprefill.sampling.runner import (
-    HeadRunner,
-    PendingScores,
-    PendingTokens,
-    RowToScore,
-    SampledToken,
-)
+from jaxprefill.sampling.runner import HeadRunner, SampledToken
 from jaxprefill.scheduler import RequestState, Scheduler, Status
+from jaxprefill.step import PendingStep, RowResults, dispatch_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +26,9 @@ class RequestUpdate:
     request: Request
     tokens: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[float, ...] = ()
+    label_scores: tuple[float, ...] = ()
+    cached_tokens: int = 0
     finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A dispatched step: which states it serves, and where their results will be."""
-
-    states: list[RequestState]
-    sampled: list[RequestState]
-    tokens: PendingTokens | None
-    scored: list[tuple[RequestState, int]]
-    scores: PendingScores | None
 
 
 @dataclass
@@ -59,10 +45,11 @@ class EngineCore:
     compilations: CompilationCounter = field(default_factory=CompilationCounter)
 
     def __post_init__(self) -> None:
-        self.pages = PageAllocator(self.plan.num_pages, self.plan.config.page_size)
-        self.scheduler = Scheduler(self.plan.limits, self.pages)
+        pages = PageAllocator(self.plan.num_pages, self.plan.config.page_size)
+        self.cache = PrefixCache(pages, is_enabled=self.plan.config.prefix_cache)
+        self.scheduler = Scheduler(self.plan.limits, self.cache)
         self._states: dict[str, RequestState] = {}
-        self._in_flight: _Step | None = None
+        self._in_flight: PendingStep | None = None
 
     def add(self, request: Request) -> None:
         """Queues a validated request.
@@ -95,101 +82,58 @@ class EngineCore:
         updates = self._read(self._in_flight) if self._in_flight is not None else []
         self._in_flight = dispatched
         self.counters.preemptions = self.scheduler.num_preemptions
+        self.counters.cached_tokens = self.scheduler.num_cached_tokens
         return updates
 
     def mark_ready(self) -> None:
         """From now on nothing may compile."""
         self.compilations = CompilationCounter()
 
-    def _dispatch(self, batch: Batch) -> _Step:
+    def _dispatch(self, batch: Batch) -> PendingStep:
         runner = self.decode if batch.is_decode else self.prefill
         states = [self._states[row.request_id] for row in batch.rows]
         try:
             runner.run(self.state, batch)
+            return dispatch_heads(self.heads, self.state, batch, states)
         except Exception:
-            self._drop(states)
+            for state in states:  # the step takes its requests with it, not the engine
+                self.abort(state.request.id)
             raise
-        to_sample: list[RowToSample] = []
-        to_score: list[RowToScore] = []
-        scored: list[tuple[RequestState, int]] = []
-        sampled: list[RequestState] = []
-        at = 0
-        for state, row in zip(states, batch.rows, strict=True):
-            offset, targets = row.score_ids
-            if targets:
-                to_score += [RowToScore(at + offset + i, t) for i, t in enumerate(targets)]
-                scored.append((state, len(targets)))
-            at += row.q_len
-            if row.sample is not None:
-                self._start_slot(state)
-                to_sample.append(RowToSample(at - 1, row.slot, row.sample))
-                sampled.append(state)
-        tokens = self.heads.sample(self.state, to_sample) if to_sample else None
-        scores = self.heads.score(self.state, to_score) if to_score else None
-        return _Step(states, sampled, tokens, scored, scores)
 
-    def _start_slot(self, state: RequestState) -> None:
-        """Once per admission: the device learns the request's bias and history."""
-        if not state.is_slot_ready and state.slot is not None:
-            self.heads.start_slot(self.state, state.slot, state.request, state.output_ids)
-            state.is_slot_ready = True
-
-    def _drop(self, states: list[RequestState]) -> None:
-        """A step that failed to dispatch takes its requests with it, not the engine."""
-        for state in states:
-            self.abort(state.request.id)
-
-    def _read(self, step: _Step) -> list[RequestUpdate]:
+    def _read(self, step: PendingStep) -> list[RequestUpdate]:
         """Waits for a step's results and hands them out; what finished meanwhile is ignored."""
-        tokens = step.tokens.read() if step.tokens is not None else []
-        scores = step.scores.read().tolist() if step.scores is not None else []
-        sampled = dict(zip([id(state) for state in step.sampled], tokens, strict=True))
-        logprobs: dict[int, list[float]] = {}
-        for state, count in step.scored:
-            logprobs[id(state)], scores = scores[:count], scores[count:]
         updates: list[RequestUpdate] = []
-        for state in step.states:
-            state.num_in_flight -= 1
-            if state.status is not Status.FINISHED:
-                update = self._update(state, sampled.get(id(state)), logprobs.get(id(state), []))
-                updates.append(update)
+        for row in step.read():
+            row.state.num_in_flight -= 1
+            if row.state.status is not Status.FINISHED:
+                updates.append(self._update(row))
         return updates
 
-    def _update(
-        self, state: RequestState, token: SampledToken | None, logprobs: list[float]
-    ) -> RequestUpdate:
-        values = [*logprobs, *([token.logprob] if token else [])]
+    def _update(self, row: RowResults) -> RequestUpdate:
+        state, token = row.state, row.token
+        values = [*row.logprobs, *row.labels, *([token.logprob] if token else [])]
         if any(math.isnan(value) for value in values):
             self.counters.corrupted_requests += 1
-            return self._finish(state, "error", (), ())
+            self.abort(state.request.id)
+            return RequestUpdate(request=state.request, finish_reason="error")
+        store_logprobs(row.nodes, row.first_position, row.logprobs, self.cache.page_size)
         if token is not None:
             state.output_ids.append(token.token)
-        reason: FinishReason | None = None
-        if token is not None and state.request.is_ended_by(token.token, len(state.output_ids)):
-            reason = "stop"
-        elif len(state.output_ids) >= state.max_tokens and self._is_computed(state):
-            reason = "length"
-        tokens = (token,) if token is not None else ()
+        reason = self._finish_reason(state, token)
         if reason is not None:
-            return self._finish(state, reason, tokens, tuple(logprobs))
-        return RequestUpdate(request=state.request, tokens=tokens, prompt_logprobs=tuple(logprobs))
-
-    @staticmethod
-    def _is_computed(state: RequestState) -> bool:
-        """Whether all that was to be computed has been read: nothing is in flight or missing."""
-        return state.max_tokens > 0 or (state.is_prefilled and state.num_in_flight == 0)
-
-    def _finish(
-        self,
-        state: RequestState,
-        reason: FinishReason,
-        tokens: tuple[SampledToken, ...],
-        logprobs: tuple[float, ...],
-    ) -> RequestUpdate:
-        self.abort(state.request.id)
+            self.abort(state.request.id)
+        found, state.found_logprobs = state.found_logprobs, []
         return RequestUpdate(
             request=state.request,
-            tokens=tokens,
-            prompt_logprobs=logprobs,
+            tokens=(token,) if token is not None else (),
+            prompt_logprobs=(*found, *row.logprobs),
+            label_scores=tuple(row.labels),
+            cached_tokens=state.num_cached or 0,
             finish_reason=reason,
         )
+
+    @staticmethod
+    def _finish_reason(state: RequestState, token: SampledToken | None) -> FinishReason | None:
+        if token is not None and state.request.is_ended_by(token.token, len(state.output_ids)):
+            return "stop"
+        return "length" if state.is_complete else None

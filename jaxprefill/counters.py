@@ -14,6 +14,7 @@ class EngineCounters:
         fallbacks: passes that fell back, by reason.
         real_tokens: tokens of requests that passes computed.
         padding_tokens: tokens computed beyond those.
+        cached_tokens: prompt tokens that the prefix cache spared.
         preemptions: requests that gave their pages back and started again.
         corrupted_requests: requests ended because the model gave a value that is not a number.
     """
@@ -23,6 +24,7 @@ class EngineCounters:
     fallbacks: Counter[str] = field(default_factory=Counter[str])
     real_tokens: int = 0
     padding_tokens: int = 0
+    cached_tokens: int = 0
     preemptions: int = 0
     corrupted_requests: int = 0
 

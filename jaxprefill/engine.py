@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxprefill.admission import Admission, Prompt, naming_item
+from jaxprefill.admission import NOTHING_MORE, Admission, Prompt, Wants, naming_item
+from jaxprefill.arguments import as_params, as_prompts, is_list, joined_prompts
 from jaxprefill.collector import Collector
 from jaxprefill.config import make_config
 from jaxprefill.errors import JaxPrefillError, RequestError
@@ -73,19 +74,22 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[Completion]:
         """Continues each prompt; `n` continuations of a prompt stand together.
 
         Args:
             prompts: texts or lists of token ids; a single one is taken as a list of one.
             params: for all prompts, or one for each.
+            priority: of all prompts, against other calls' requests; a higher one goes first.
 
         Raises:
             RequestError: a prompt or parameter is invalid; nothing was run.
         """
-        many = _as_prompts(prompts)
-        each = _as_params(params, len(many))
-        return self._run(self._requests(many, each))
+        many = as_prompts(prompts)
+        each = as_params(params, len(many))
+        return self._run(self._requests(many, each, wants=Wants(priority=priority)))
 
     def logprobs(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
         """The raw logprob of every prompt token given those before it; the first is None.
@@ -93,10 +97,53 @@ class Engine:
         Raises:
             RequestError: a prompt is invalid; nothing was run.
         """
-        many = _as_prompts(prompts)
-        each = [SamplingParams(max_tokens=0)] * len(many)
-        requests = self._requests(many, each, wants_prompt_logprobs=True)
-        return [_checked_logprobs(completion) for completion in self._run(requests)]
+        completions = self._read("prompts", as_prompts(prompts), Wants(prompt_logprobs=True))
+        return [completion.prompt_logprobs or [] for completion in completions]
+
+    def score(
+        self,
+        query: Prompt,
+        items: Prompt | Sequence[Prompt],
+        label_token_ids: Sequence[int],
+        apply_softmax: bool = True,
+    ) -> list[list[float]]:
+        """How likely each label is as the token after query + item, one list an item.
+
+        A query of text is joined with its items as text, one of ids with items of ids. What the
+        prompts have in common is computed once.
+
+        Args:
+            query: what every prompt begins with; may be empty.
+            items: what follows it; a single one is taken as a list of one.
+            label_token_ids: the ids to score, in the order of the results.
+            apply_softmax: scores are normalised over the labels; else they are the labels'
+                probabilities among all tokens.
+
+        Raises:
+            RequestError: a prompt or label is invalid; nothing was run.
+        """
+        labels = self._admission.label_ids(label_token_ids)
+        prompts = joined_prompts(query, as_prompts(items))
+        wants = Wants(label_ids=labels, is_label_logprob=not apply_softmax)
+        scores = [
+            completion.label_scores or [] for completion in self._read("items", prompts, wants)
+        ]
+        return [_probabilities(each, is_normalised=apply_softmax) for each in scores]
+
+    def flush_cache(self) -> None:
+        """Forgets all prefixes that no running request uses."""
+        with self._lock:
+            self._core.cache.flush()
+
+    def _read(self, name: str, prompts: list[Prompt], wants: Wants) -> list[Completion]:
+        """Runs prompts for what their rows tell; nothing is generated."""
+        params = [SamplingParams(max_tokens=0)] * len(prompts)
+        completions = self._run(self._requests(prompts, params, name=name, wants=wants))
+        if any(completion.finish_reason == "error" for completion in completions):
+            raise JaxPrefillError(
+                "the model gave values that are not numbers; its weights or dtype are at fault"
+            )
+        return completions
 
     def chat(
         self,
@@ -115,7 +162,7 @@ class Engine:
         Raises:
             RequestError: messages are malformed, or the template refuses them.
         """
-        if not _is_list(messages):
+        if not is_list(messages):
             raise RequestError(
                 f"messages must be a list of messages, got {messages!r}", param="messages"
             )
@@ -131,9 +178,9 @@ class Engine:
         """Counters and the memory table, ready for JSON.
 
         Keys: passes (by path), executables (passes by executable), fallbacks (by reason),
-        real_tokens, padding_tokens, preemptions, corrupted_requests,
-        compilations_after_ready, kv_pages, memory (bytes on each device), mesh (devices by axis,
-        processes), startup_s, compiled (records).
+        real_tokens, padding_tokens, cached_tokens, preemptions, corrupted_requests,
+        compilations_after_ready, kv_pages (free ones may be cached), memory (bytes on each
+        device), mesh (devices by axis, processes), startup_s, compiled (records).
         """
         core, counters = self._core, self._core.counters
         records = self._started.records
@@ -151,7 +198,12 @@ class Engine:
             "preemptions": counters.preemptions,
             "corrupted_requests": counters.corrupted_requests,
             "compilations_after_ready": core.compilations.count,
-            "kv_pages": {"total": core.pages.num_pages, "free": core.pages.num_free},
+            "cached_tokens": counters.cached_tokens,
+            "kv_pages": {
+                "total": core.cache.num_pages,
+                "free": core.cache.num_available,
+                "cached": core.cache.num_cached,
+            },
             "memory": memory,
             "mesh": {
                 "model": self.plan.config.tensor_parallel_size,
@@ -184,15 +236,14 @@ class Engine:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         *,
-        wants_prompt_logprobs: bool = False,
+        name: str = "prompts",
+        wants: Wants = NOTHING_MORE,
     ) -> list[Request]:
-        """All requests of the prompts, in order; an error says which prompt is at fault."""
+        """All requests of the prompts, in order; an error says which of `name` is at fault."""
         requests: list[Request] = []
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            with naming_item("prompts", index, len(prompts)):
-                requests += self._admission.requests(
-                    self._next_id(), prompt, one, wants_prompt_logprobs=wants_prompt_logprobs
-                )
+            with naming_item(name, index, len(prompts)):
+                requests += self._admission.requests(self._next_id(), prompt, one, wants=wants)
         return requests
 
     def _next_id(self) -> str:
@@ -225,7 +276,9 @@ class Engine:
             collector = collectors.get(update.request.id)
             if collector is None or collector.is_finished:
                 continue
+            collector.cached_tokens = update.cached_tokens
             collector.add_prompt_logprobs(update.prompt_logprobs)
+            collector.add_label_scores(update.label_scores)
             for token in update.tokens:
                 collector.add_token(*token)
             if update.finish_reason is not None:
@@ -234,50 +287,11 @@ class Engine:
                 self._core.abort(update.request.id)
 
 
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """A list of prompts from one text, one list of ids, or several of either."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not _is_list(prompts):
-        raise RequestError(
-            f"prompts must be texts or lists of token ids, got {prompts!r}", param="prompt"
-        )
-    items: list[Any] = list(prompts)
-    if items and all(np.isscalar(item) and not isinstance(item, str) for item in items):
-        return [items]
-    for item in items:
-        if not isinstance(item, str) and not _is_list(item):
-            raise RequestError(
-                f"a prompt must be a text or a list of token ids, got {item!r}", param="prompt"
-            )
-    return items
-
-
-def _is_list(value: Any) -> bool:
-    """Whether the value is a sequence of items; bytes are no token ids."""
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0
-    is_raw = isinstance(value, (bytes, bytearray, memoryview))
-    return isinstance(value, Sequence) and not is_raw
-
-
-def _as_params(params: Any, count: int) -> list[SamplingParams]:
-    many: list[Any] = (
-        list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * count
-    )
-    if len(many) != count or not all(isinstance(one, SamplingParams) for one in many):
-        raise RequestError(
-            f"params must be a SamplingParams or {count} of them, got {params!r}", param="params"
-        )
-    return many
-
-
-def _checked_logprobs(completion: Completion) -> list[float | None]:
-    if completion.finish_reason == "error":
-        raise JaxPrefillError(
-            "the model gave logprobs that are not numbers; its weights or dtype are at fault"
-        )
-    return completion.prompt_logprobs or []
+def _probabilities(scores: list[float], *, is_normalised: bool) -> list[float]:
+    """Softmax of logits, or the probabilities of logprobs."""
+    values = np.asarray(scores, np.float64)
+    weights = np.exp(values - values.max() if is_normalised else values)
+    return (weights / weights.sum() if is_normalised else weights).tolist()
 
 
 def _log_compiled(record: ExecutableRecord, total: int) -> None:

@@ -98,6 +98,10 @@ class Request:
         seed: 64 bits that fix this request's random stream.
         stop_ids: ids that end the request, EOS included unless it is ignored.
         wants_prompt_logprobs: score every prompt token but the first.
+        label_ids: ids whose score is wanted as the token after the prompt.
+        is_label_logprob: their scores are logprobs; else raw logits, which is cheaper and enough
+            for a softmax over the labels.
+        priority: a higher one is served first.
     """
 
     id: str
@@ -106,6 +110,9 @@ class Request:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     wants_prompt_logprobs: bool = False
+    label_ids: tuple[int, ...] = ()
+    is_label_logprob: bool = True
+    priority: int = 0
     index: int = 0
 
     @property
@@ -126,6 +133,7 @@ class Completion:
         logprobs: one raw logprob per generated token, or None when not asked for.
         top_logprobs: per generated token {id: logprob}, the chosen token always among them.
         prompt_logprobs: one per prompt token, the first None; None when not asked for.
+        label_scores: one per label id of the request, in its order; None when there are none.
         stop_reason: the stop string or id that ended it, None for EOS or length.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         index: which of the `n` continuations of its prompt this is.
@@ -138,6 +146,7 @@ class Completion:
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = field(default=None, repr=False)
+    label_scores: list[float] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     index: int = 0

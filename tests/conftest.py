@@ -8,7 +8,7 @@ from jaxtyping import install_import_hook
 
 # Array annotations are checked at run time, shapes included, wherever arrays are handled. Modules
 # that take a caller's values stay out: they validate by hand, with better messages.
-_ARRAY_PACKAGES = ("cache", "decode", "kernels", "models", "prefill", "sampling")
+_ARRAY_PACKAGES = ("cache.kv_cache", "decode", "kernels", "models", "prefill", "sampling")
 _hook = install_import_hook([f"jaxprefill.{name}" for name in _ARRAY_PACKAGES], "beartype.beartype")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

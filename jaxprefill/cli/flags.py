@@ -49,7 +49,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         names += [_ALIASES[item.name]] if item.name in _ALIASES else []
         text = _help(str(item.metadata["help"]), item)
         if hint is bool:
-            group.add_argument(*names, action="store_true", default=argparse.SUPPRESS, help=text)
+            action = argparse.BooleanOptionalAction if item.default else "store_true"
+            group.add_argument(*names, action=action, default=argparse.SUPPRESS, help=text)
             continue
         group.add_argument(
             *names,
@@ -134,7 +135,7 @@ _REPEATABLE: dict[str, Callable[[str], Any]] = {
 def _help(text: str, item: "Field[Any]") -> str:
     """The help text with its default, unless there is none or the text says it."""
     default = item.default
-    has_none = default is MISSING or default is None or default is False or default == ()
+    has_none = default is MISSING or default is None or isinstance(default, bool) or default == ()
     if not has_none and "(default:" not in text:
         text += (
             f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"

@@ -111,7 +111,8 @@ def _write_row(
     # A negative id -(slot + 1) reads the last token sampled into that slot, on the device.
     fields["ids"][new] = -(row.slot + 1) if row.token_ids is None else row.token_ids
     fields["positions"][new] = positions
-    fields["kv_rows"][new] = pages[positions // page_size] * page_size + positions % page_size
+    rows = pages[positions // page_size] * page_size + positions % page_size
+    fields["kv_rows"][new] = np.where(positions < row.num_shared, NO_ROW, rows)
     fields["q_lens"][index] = q_len
     fields["kv_lens"][index] = row.kv_len
     fields["q_starts"][index] = at

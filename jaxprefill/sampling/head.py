@@ -87,6 +87,19 @@ class HeadFunctions:
         """The raw logprob of each line's (row, target id)."""
         return self.split.logprob(linear(hidden[buffer[:, 0]], head), buffer[:, 1])
 
+    def logits(
+        self,
+        head: Shaped[Array, "own E"],
+        hidden: Shaped[Array, "tokens E"],
+        buffer: Int32[Array, "r 2"],
+    ) -> Float32[Array, " r"]:
+        """The raw logit of each line's (row, id); multiplies only the head's rows it needs."""
+        rows, ids = hidden[buffer[:, 0]].astype(head.dtype), buffer[:, 1]
+        weights = head[ids % len(head)].astype(jnp.float32)
+        return self.split.of_owner(
+            jnp.sum(rows.astype(jnp.float32) * weights, axis=-1), ids, len(head)
+        )
+
 
 def set_history(
     history: Int32[Array, "C V"], slot: Int32[Array, ""], row: Int32[Array, " V"]
@@ -138,7 +151,9 @@ def head_jobs(
         general = (*base, state.history, state.bias, mask, words(rows, NUM_WORDS))
         add(f"general {rows}", functions.general, general, (2, 3))
     for rows in score_rows:
-        add(f"score {rows}", functions.score, (state.head, state.hidden, words(rows, 2)), ())
+        pairs = (state.head, state.hidden, words(rows, 2))
+        add(f"score {rows}", functions.score, pairs, ())
+        add(f"logits {rows}", functions.logits, pairs, ())
     add("set_history", set_history, (state.history, words(), words(vocab)), (0,))
     row = words(vocab, dtype=np.float32)
     add("set_bias", set_bias, (state.bias, words(), row), (0,))

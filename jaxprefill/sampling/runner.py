@@ -67,6 +67,7 @@ class HeadRunner:
                 self._sample(state, (), size, is_greedy=is_greedy)
         for size in self._score_rows:
             self.score(state, [RowToScore(0, 0)] * size)
+            self.logits(state, [RowToScore(0, 0)] * size)
 
     def start_slot(
         self, state: DeviceState, slot: int, request: Request, generated: list[int]
@@ -106,6 +107,13 @@ class HeadRunner:
 
     def score(self, state: DeviceState, rows: Sequence[RowToScore]) -> "PendingScores":
         """Dispatches the logprobs of rows' targets, in blocks of rows."""
+        return self._score(state, rows, "score")
+
+    def logits(self, state: DeviceState, rows: Sequence[RowToScore]) -> "PendingScores":
+        """Dispatches the raw logits of rows' targets, in blocks of rows."""
+        return self._score(state, rows, "logits")
+
+    def _score(self, state: DeviceState, rows: Sequence[RowToScore], kind: str) -> "PendingScores":
         blocks: list[Array] = []
         largest = self._score_rows[-1]
         for start in range(0, len(rows), largest):
@@ -113,7 +121,7 @@ class HeadRunner:
             size = next(size for size in self._score_rows if size >= len(part))
             buffer = np.zeros((size, 2), np.int32)
             buffer[: len(part)] = part
-            block = self._call[f"score {size}"](state.head, state.hidden, buffer)
+            block = self._call[f"{kind} {size}"](state.head, state.hidden, buffer)
             block.copy_to_host_async()
             blocks.append(block)
         return PendingScores(blocks, len(rows), largest)

@@ -50,6 +50,14 @@ class VocabularySplit:
         chosen = jnp.take_along_axis(shares[:, 0], (ids // width)[None], axis=0)[0]
         return chosen - jax.nn.logsumexp(shares[:, 1], axis=0)
 
+    def of_owner(
+        self, values: Float32[Array, " r"], ids: Int32[Array, " r"], width: int
+    ) -> Float32[Array, " r"]:
+        """Each row's value from the device whose share of `width` ids holds the row's id."""
+        if self.num_shards == 1:
+            return values
+        return jnp.take_along_axis(lax.all_gather(values, AXIS), (ids // width)[None], axis=0)[0]
+
     def join(self, logits: Float32[Array, "r own"]) -> Float32[Array, "r V"]:
         """All logits on every device: for what needs to look at them again and again."""
         if self.num_shards == 1:

@@ -4,14 +4,32 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jaxprefill.batch import BatchRow, SampleSpec
+from jaxprefill.cache.prefix import Lease, Match, PageKey
 from jaxprefill.request import Request
 
 
+@dataclass(frozen=True)
+class Hit:
+    """What a request finds in the prefix cache.
+
+    Attributes:
+        num_shared: tokens whose KV is there.
+        num_computed: of these, tokens whose rows need not be computed again either.
+        logprobs: of the next prompt tokens to be scored.
+    """
+
+    match: Match
+    num_shared: int
+    num_computed: int
+    logprobs: tuple[float, ...] = ()
+
+
 class Status(Enum):
-    """Where a request is."""
+    """Where a request is. DRAINING: all is dispatched, pages are back, results are awaited."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    DRAINING = "draining"
     FINISHED = "finished"
 
 
@@ -23,50 +41,111 @@ class RequestState:
 
     Attributes:
         output_ids: generated tokens the host knows.
+        arrival: order among all requests, given by the scheduler.
         num_sampled: generated tokens dispatched, known or not.
-        num_computed: tokens whose KV is dispatched.
+        num_computed: tokens whose KV is dispatched, or was found in the prefix cache.
+        num_settled: of these, tokens of steps whose dispatch did not fail.
+        num_shared: tokens whose KV was there before; never written again.
         num_in_flight: steps dispatched and not yet read.
         target: tokens to prefill before sampling: the prompt, and after a preemption the output
             known then.
-        num_scored: prompt positions whose logprob is dispatched.
+        num_scored: prompt positions whose logprob is dispatched or was found in the cache.
+        num_cached: prompt tokens the first admission found computed.
+        found_logprobs: logprobs from the cache, not yet handed out.
     """
 
     request: Request
     max_tokens: int
     status: Status = Status.WAITING
     output_ids: list[int] = field(default_factory=list[int])
+    arrival: int = 0
     num_sampled: int = 0
     num_computed: int = 0
+    num_settled: int = 0
+    num_shared: int = 0
     num_in_flight: int = 0
     target: int = 0
     num_scored: int = 1
+    num_cached: int | None = None
+    found_logprobs: list[float] = field(default_factory=list[float])
     slot: int | None = None
     is_slot_ready: bool = False
-    pages: list[int] = field(default_factory=list[int])
+    lease: Lease = field(default_factory=Lease)
+    keys: list[PageKey] = field(default_factory=list[PageKey])
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: higher priority first, then first come."""
+        return -self.request.priority, self.arrival
 
     @property
     def is_prefilled(self) -> bool:
         """Whether only the last sampled token's KV is missing."""
-        return self.num_computed >= self.target
+        return 0 < self.target <= self.num_computed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything asked for has been read."""
+        if self.max_tokens > 0:
+            return len(self.output_ids) >= self.max_tokens
+        return self.is_prefilled and self.num_in_flight == 0
 
     @property
     def has_more_to_sample(self) -> bool:
         """Whether another token may be dispatched."""
         return self.num_sampled < self.max_tokens
 
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """Prompt and generated tokens the host knows."""
+        return (*self.request.prompt_ids, *self.output_ids)
+
+    def hit(self, match: Match, page_size: int) -> "Hit":
+        """How far a match spares computing.
+
+        A hit ends before the row that the first wanted logprob needs, unless the pages hold the
+        logprobs of their tokens. The last token is always computed: something reads its row.
+        """
+        scored, prompt = self.num_scored, self.request.prompt_length
+        found = list[float]()
+        for index, node in enumerate(match.nodes if self._wants_logprob(scored) else ()):
+            start, end = index * page_size, min((index + 1) * page_size, prompt)
+            known = node.logprobs[max(scored - start, 0) : end - start]
+            new = [value for value in known if value is not None]
+            if len(new) < end - scored:
+                break
+            found += new
+            scored = max(scored, end)
+        most = scored - 1 if self._wants_logprob(scored) else self.target - 1
+        shared = len(match.nodes) * page_size
+        return Hit(match, shared, min(shared, most, self.target - 1), tuple(found))
+
+    def _wants_logprob(self, position: int) -> bool:
+        return self.request.wants_prompt_logprobs and position < self.request.prompt_length
+
+    def start(self, lease: Lease, slot: int, hit: "Hit") -> None:
+        """Admitted: continues behind what the cache spares."""
+        self.status, self.lease, self.slot = Status.RUNNING, lease, slot
+        self.num_computed = hit.num_computed
+        self.num_settled = self.num_shared = hit.num_shared
+        self.found_logprobs += hit.logprobs
+        self.num_scored += len(hit.logprobs)
+        self.num_cached = hit.num_computed if self.num_cached is None else self.num_cached
+
     def prefill_row(self, num_tokens: int) -> BatchRow:
         """The next `num_tokens` of the prompt, and of the output that a preemption threw away."""
         start, end = self.num_computed, self.num_computed + num_tokens
-        tokens = (*self.request.prompt_ids, *self.output_ids)[start:end]
         is_last = end == self.target
         return BatchRow(
             request_id=self.request.id,
             slot=self._held_slot(),
-            token_ids=tokens,
+            token_ids=self.known_ids[start:end],
             kv_len=end,
-            pages=self.pages,
+            pages=self.lease.pages,
+            num_shared=self.num_shared,
             sample=self._sample_spec(end) if is_last and self.has_more_to_sample else None,
             score_ids=self._score_ids(start, end),
+            label_ids=self.request.label_ids if end == self.request.prompt_length else (),
         )
 
     def decode_row(self) -> BatchRow:
@@ -77,9 +156,16 @@ class RequestState:
             slot=self._held_slot(),
             token_ids=None,
             kv_len=kv_len,
-            pages=self.pages,
+            pages=self.lease.pages,
             sample=self._sample_spec(kv_len),
         )
+
+    def dispatched(self, row: BatchRow) -> None:
+        """The row is part of a batch: progress runs ahead of what is known."""
+        self.num_computed += row.q_len
+        self.num_in_flight += 1
+        self.num_sampled += row.sample is not None
+        self.num_scored += len(row.score_ids[1])
 
     def _held_slot(self) -> int:
         assert self.slot is not None, "only a running request has rows"

@@ -1,0 +1,68 @@
+"""What callers of the Python API may give, in the one form that the engine takes. Host only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxprefill.admission import Prompt
+from jaxprefill.errors import RequestError
+from jaxprefill.request import SamplingParams
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """A list of prompts from one text, one list of ids, or several of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not is_list(prompts):
+        raise RequestError(
+            f"prompts must be texts or lists of token ids, got {prompts!r}", param="prompt"
+        )
+    items: list[Any] = list(prompts)
+    if items and all(np.isscalar(item) and not isinstance(item, str) for item in items):
+        return [items]
+    for item in items:
+        if not isinstance(item, str) and not is_list(item):
+            raise RequestError(
+                f"a prompt must be a text or a list of token ids, got {item!r}", param="prompt"
+            )
+    return items
+
+
+def is_list(value: Any) -> bool:
+    """Whether the value is a sequence of items; bytes are no token ids."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    is_raw = isinstance(value, (bytes, bytearray, memoryview))
+    return isinstance(value, Sequence) and not is_raw
+
+
+def as_params(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts."""
+    many: list[Any] = (
+        list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * count
+    )
+    if len(many) != count or not all(isinstance(one, SamplingParams) for one in many):
+        raise RequestError(
+            f"params must be a SamplingParams or {count} of them, got {params!r}", param="params"
+        )
+    return many
+
+
+def joined_prompts(query: Any, items: list[Prompt]) -> list[Prompt]:
+    """Query and item as one prompt: both texts, or both lists of ids."""
+    if not isinstance(query, str) and not is_list(query):
+        raise RequestError(
+            f"query must be a text or a list of token ids, got {query!r}", param="query"
+        )
+    for item in items:
+        if isinstance(item, str) != isinstance(query, str):
+            raise RequestError(
+                f"items must be texts if the query is one, else token ids, got {item!r} after "
+                f"{query!r}",
+                param="items",
+            )
+    if isinstance(query, str):
+        return [query + str(item) for item in items]
+    joined: list[Any] = [[*query, *item] for item in items]
+    return joined

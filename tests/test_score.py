@@ -1,0 +1,66 @@
+"""Label scores: against the oracle, refused when wrong, and a shared query computed once."""
+
+import numpy as np
+import pytest
+
+from jaxprefill.errors import RequestError
+from tests.reference import reference_logprobs
+from tests.tiny import VOCAB, tiny_engine
+
+
+def random_ids(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed * 1000 + length).integers(0, 250, length).tolist()
+
+
+def label_probabilities(checkpoint, ids, labels):
+    return np.exp(reference_logprobs(checkpoint, ids)[-1][labels])
+
+
+def test_label_scores_are_the_next_tokens_probabilities(engine, checkpoint):
+    query, items, labels = random_ids(21), [random_ids(3, seed=s) for s in range(5)], [7, 200, 7]
+    plain = engine.score(query, items, labels, apply_softmax=False)
+    softmax = engine.score(query, items, labels)
+    for item, found, normalised in zip(items, plain, softmax, strict=True):
+        wanted = label_probabilities(checkpoint, [*query, *item], labels)
+        np.testing.assert_allclose(found, wanted, rtol=2e-4)
+        np.testing.assert_allclose(normalised, wanted / wanted.sum(), rtol=2e-4)
+    assert engine.stats()["compilations_after_ready"] == 0
+    assert engine.score("ab", ["c"], [1]) == [[1.0]] and engine.score("ab", [], [1]) == []
+    assert engine.score("ab", ["c", "d"], [5, 6]) == engine.score("", ["abc", "abd"], [5, 6])
+
+
+@pytest.mark.parametrize(
+    ("query", "items", "labels", "said"),
+    [
+        ("q", ["a"], [], "at least one"),
+        ("q", ["a"], [VOCAB], str(VOCAB)),
+        ("q", ["a"], [True], "integers"),
+        ("q", ["a"], "yes", "list"),
+        ("q", [[1]], [1], "texts if the query is one"),
+        ([1], ["a"], [1], "texts if the query is one"),
+        (None, ["a"], [1], "query"),
+        ("", ["a", ""], [1], r"items\[1\].*at least one token"),
+    ],
+)
+def test_wrong_scoring_arguments_are_named(engine, query, items, labels, said):
+    with pytest.raises(RequestError, match=said):
+        engine.score(query, items, labels)
+
+
+def test_a_shared_query_is_computed_once_and_one_that_is_known_not_at_all(checkpoint):
+    query = random_ids(50)
+    with tiny_engine(checkpoint, max_running_requests=8, kv_cache_tokens=1024) as made:
+        items = [random_ids(5, seed=s) for s in range(16)]
+        for known in (0, 48):
+            before = made.stats()
+            made.score(query, items, [3, 4])
+            after = made.stats()
+            computed = after["real_tokens"] - before["real_tokens"]
+            assert computed == 50 - known + 5 + 15 * (2 + 5)
+            assert after["cached_tokens"] - before["cached_tokens"] == 15 * 48 + known
+        made.flush_cache()
+        assert made.stats()["kv_pages"]["cached"] == 0
+        assert made.stats()["kv_pages"]["free"] == made.stats()["kv_pages"]["total"]
+    with tiny_engine(checkpoint, max_running_requests=8, prefix_cache=False) as made:
+        made.score(query, items, [3, 4])
+        assert made.stats()["real_tokens"] == 16 * 55
