@@ -238,7 +238,8 @@ def test_every_engine_option_has_its_flag(cli):
         if item.name != "seed":
             assert f"{flags.flag_name(item.name)} " in out.replace("\n", " ").replace(",", " ")
             assert " ".join(item.metadata["help"].split()[:4]) in " ".join(out.split())
-        assert hint is not bool or item.default is False, "a flag can only turn an option on"
+        if hint is bool and item.default:
+            assert "--no-" + flags.flag_name(item.name)[2:] in out
 
 
 def test_every_sampling_parameter_has_its_flag(cli):
