@@ -99,7 +99,7 @@ def test_a_prompt_is_followed_by_its_completion(shared, engine, cli):
     assert status == 0
     assert out == "hello" + greedy(engine, "hello").text + "\n"
     assert "[1/1] prefill 8x4x160: 1.5 s, temp 2.0 MB" in err
-    assert "buckets 8,32, 4 slots, context 160; decode slots 2,4; ready in" in err
+    assert "buckets 8,32, 4 slots, context 160; decode slots 1,4; ready in" in err
     assert "tokens: 5 prompt, 4 generated in" in err
     assert "passes: full 1, decode 3; fallbacks: none" in err
 

@@ -77,6 +77,60 @@ def test_no_stream_waits_more_than_two_steps_for_a_long_prompt():
     assert max(b - a for a, b in pairwise(steps)) <= 2
 
 
+def first_step_of(sim, name):
+    return next(
+        index
+        for index, batch in enumerate(sim.batches)
+        if any(row.request_id == name and row.sample is not None for row in batch.rows)
+    )
+
+
+def test_streams_get_a_token_every_step_while_long_prompts_come_one_after_another():
+    sim = Simulation(num_pages=200)
+    for name in "ab":
+        sim.add(name, 3, 40)
+    sim.step()
+    for index in range(5):
+        sim.add(f"long {index}", 100, 1)
+    for _ in range(38):
+        assert {"a", "b"} <= {row.request_id for row in sim.step().rows}
+
+
+def test_short_prompts_do_not_wait_for_the_long_ones_before_them():
+    sim = Simulation(num_pages=200, max_batch_requests=8, max_running=8)
+    for index in range(4):
+        sim.add(f"long {index}", 100, 1)
+    sim.add("short", 6, 1)
+    sim.run()
+    assert first_step_of(sim, "short") == 0
+    assert first_step_of(sim, "long 0") <= 13, "and the first in line has half of every step"
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones():
+    sim = Simulation(num_pages=200, max_batch_requests=8, max_running=8)
+    sim.add("long", 64, 1)
+    for step in range(40):
+        sim.add(f"{step} a", 12, 1)
+        sim.add(f"{step} b", 12, 1)
+        sim.step()
+    assert first_step_of(sim, "long") <= 64 // 8
+
+
+def test_a_higher_priority_is_served_first_and_preempted_last():
+    sim = Simulation(max_batch_requests=1)
+    for name, priority in (("low", 0), ("high", 2), ("middle", 1)):
+        sim.add(name, 4, 1, priority=priority)
+    sim.run()
+    assert [batch.rows[0].request_id for batch in sim.batches] == ["high", "middle", "low"]
+    sim = Simulation(num_pages=6)
+    sim.add("high", 8, 12, priority=1)
+    sim.add("old", 8, 12)
+    sim.run()
+    assert sim.scheduler.num_preemptions > 0
+    starts = [row.request_id for batch in sim.batches for row in batch.rows if row.q_len > 1]
+    assert starts.count("high") == 1 and starts.count("old") > 1
+
+
 def test_a_decode_row_names_its_slot_before_the_token_is_known():
     sim = Simulation()
     state = sim.add("a", 3, 4)
