@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -20,6 +20,7 @@ from jaxprefill.prefill.compiler import (
     ExecutableRecord,
     compile_all,
 )
+from jaxprefill.processes import check_agreement
 from jaxprefill.weights.checkpoint import Checkpoint
 from jaxprefill.weights.load import check_names, check_shapes, load_leaves
 
@@ -44,10 +45,12 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         on_compiled: called after each executable, with its record and the number of all.
 
     Raises:
+        ConfigError: processes that run one engine do not agree on it.
         CompileError: an executable could not be compiled.
         CheckpointError: the weights do not fit the architecture.
     """
     began = time.perf_counter()
+    check_agreement(_identity(plan))
     check_names(checkpoint)  # at once, as shapes below: reading ends after the compilations
     if plan.config.compile_cache != "off":
         use_compilation_cache(plan.config.compile_cache)
@@ -77,6 +80,13 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         "total": time.perf_counter() - began,
     }
     return Started(core, [entry.record for entry in compiled.values()], seconds)
+
+
+def _identity(plan: EnginePlan) -> str:
+    """What decides every step of every process; folders may differ from machine to machine."""
+    config = replace(plan.config, model="", compile_cache="")
+    parts = (plan.dtype.name, plan.backend.name, plan.device.kind, f"jax {jax.__version__}")
+    return f"{plan.num_pages} pages, {', '.join(parts)}, {plan.model}, {config}"
 
 
 def warm_up(core: EngineCore, plan: EnginePlan) -> None:

@@ -20,6 +20,10 @@ def _softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
+def _linear(x, w, name):
+    return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
+
+
 def reference_logits(checkpoint, ids) -> np.ndarray:
     """Raw logits [tokens, V] of one sequence."""
     c = checkpoint.config
@@ -28,7 +32,7 @@ def reference_logits(checkpoint, ids) -> np.ndarray:
     for layer in range(c.num_layers):
         name = f"model.layers.{layer}."
         h = _norm(x, w[name + "input_layernorm.weight"], c.norm_eps)
-        q, k, v = (h @ w[f"{name}self_attn.{part}_proj.weight"].T for part in "qkv")
+        q, k, v = (_linear(h, w, f"{name}self_attn.{part}_proj") for part in "qkv")
         q = _rotate(q.reshape(len(ids), c.num_q_heads, c.head_dim), positions, c.rope.theta)
         k = _rotate(k.reshape(len(ids), c.num_kv_heads, c.head_dim), positions, c.rope.theta)
         v = v.reshape(len(ids), c.num_kv_heads, c.head_dim)
@@ -40,10 +44,10 @@ def reference_logits(checkpoint, ids) -> np.ndarray:
             seen &= ~np.tri(len(ids), k=-c.windows[layer], dtype=bool)
         scores = np.where(seen, scores, -np.inf)
         out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(len(ids), -1)
-        x = x + out @ w[name + "self_attn.o_proj.weight"].T
+        x = x + _linear(out, w, name + "self_attn.o_proj")
         h = _norm(x, w[name + "post_attention_layernorm.weight"], c.norm_eps)
-        gate, up = (h @ w[f"{name}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[name + "mlp.down_proj.weight"].T
+        gate, up = (_linear(h, w, f"{name}mlp.{part}_proj") for part in ("gate", "up"))
+        x = x + _linear(gate / (1 + np.exp(-gate)) * up, w, name + "mlp.down_proj")
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     return _norm(x, w["model.norm.weight"], c.norm_eps) @ head.T
 

@@ -25,7 +25,7 @@ LAYERS = [
     ["errors", "integers"],
     ["config", "request", "counters"],
     ["batch", "tokenizer"],
-    ["kernels", "compat", "cache.pages", "cache.prefix"],
+    ["kernels", "compat", "processes", "cache.pages", "cache.prefix"],
     ["models"],
     ["cache", "weights", "device_state"],
     ["prefill", "decode", "sampling", "scheduler"],

@@ -132,14 +132,17 @@ def test_all_buckets_write_one_hidden_buffer_and_one_pool_in_place(engine):
     )
 
 
-def poisoned(engine, batch, *, key):
-    """The hidden rows of `batch` when everything that is not its own is NaN."""
+def poisoned(engine, batch, *, key, padding_id=271):
+    """The hidden rows of `batch` when everything that is not its own is NaN.
+
+    `padding_id` is an id whose embedding is NaN.
+    """
     core, plan = engine._core, engine.plan
     num_pages, page_size = plan.num_pages, plan.config.page_size
     layout = plan.layout(key)
     buffer = pad(batch, layout).copy()
     fields, real = layout.fields(buffer), batch.num_tokens
-    fields["ids"][real:] = 271  # an id whose embedding is NaN
+    fields["ids"][real:] = padding_id
     own = {page for one in batch.rows for page in one.pages}
     stale = next(page for page in range(num_pages) if page not in own)
     for index in range(key.num_slots):

@@ -79,8 +79,8 @@ class TinyCheckpoint:
             return (c.vocab_size, c.hidden_size)
         if name.endswith("norm.weight"):
             return (c.hidden_size,)
-        part = name.split(".")[-2]
-        return {
+        part, kind = name.split(".")[-2:]
+        shape = {
             "q_proj": (attended, c.hidden_size),
             "k_proj": (keys, c.hidden_size),
             "v_proj": (keys, c.hidden_size),
@@ -89,6 +89,7 @@ class TinyCheckpoint:
             "up_proj": (c.mlp_size, c.hidden_size),
             "down_proj": (c.hidden_size, c.mlp_size),
         }[part]
+        return shape[:1] if kind == "bias" else shape
 
     def read(self, name: str) -> np.ndarray:
         return self.tensors[name]

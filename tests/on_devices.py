@@ -1,0 +1,134 @@
+"""Runs the tiny model on several devices, and prints as JSON what came out (test_devices.py).
+
+XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.on_devices 1 2 4
+python -m tests.on_devices 2 --process 0 --port 12345 --cache folder    (and --process 1)
+"""
+
+import tests.conftest  # noqa: F401, I001  array annotations are checked here too
+
+import argparse
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxprefill import SamplingParams
+from jaxprefill.batch import Batch
+from jaxprefill.errors import ConfigError
+from tests.reference import greedy, prompt_logprobs
+from tests.test_paths import poisoned, random_prompt, row
+from tests.tiny import TinyCheckpoint, tiny_engine
+
+POISON = 270  # an id whose embedding is NaN
+OPTIONS = dict(
+    prefill_buckets=(16,),
+    prefill_max_context=(32,),  # longer prompts take the eager path
+    max_running_requests=2,
+    kv_cache_tokens=320,
+)
+PROMPTS = [random_prompt(n, seed=n) for n in (3, 20, 70, 1, 8)]
+SAMPLED = [
+    SamplingParams(max_tokens=3, seed=7, ignore_eos=True),
+    SamplingParams(max_tokens=3, seed=8, top_k=9, top_p=0.9, min_p=0.01, logprobs=4),
+    SamplingParams(max_tokens=3, seed=9, repetition_penalty=1.5, presence_penalty=0.5),
+    SamplingParams(max_tokens=3, seed=10, logit_bias={249: 6.0, 5: -90.0}, logprobs=0),
+    SamplingParams(max_tokens=3, seed=11, min_tokens=3, stop_token_ids=[1, 2], logprobs=20),
+]
+
+
+def make_checkpoint() -> TinyCheckpoint:
+    """Sizes that do not come out even: 2 KV heads for 4 devices, 271 ids; and every bias."""
+    biases = dict(has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True)
+    sizes = dict(num_q_heads=8, num_kv_heads=2, vocab_size=271, is_embedding_tied=False)
+    checkpoint = TinyCheckpoint(**sizes, **biases)
+    checkpoint.tensors["model.embed_tokens.weight"][POISON] = np.nan
+    return checkpoint
+
+
+def measure(checkpoint: TinyCheckpoint, num_devices: int, **options) -> dict:
+    """What an engine over so many devices gives."""
+    with tiny_engine(checkpoint, tensor_parallel_size=num_devices, **(OPTIONS | options)) as made:
+        scored = made.logprobs(PROMPTS)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        greedily = made.generate(PROMPTS, params)
+        sampled = made.generate(PROMPTS, SAMPLED)
+        found = {
+            "logprob_error": max(
+                np.abs(np.array(one[1:]) - prompt_logprobs(checkpoint, ids)).max(initial=0)
+                for ids, one in zip(PROMPTS, scored, strict=True)
+            ),
+            "greedy": [one.token_ids for one in greedily],
+            "sampled": [one.token_ids for one in sampled],
+            "logprobs": [one.logprobs for one in sampled],
+            "top": [one.top_logprobs for one in sampled],
+        }
+        stats = made.stats()
+        kept = ("passes", "compilations_after_ready", "memory", "mesh")
+        found |= {name: stats[name] for name in kept}
+        if jax.process_count() == 1:
+            found |= {
+                "collectives": collectives(made),
+                "is_poison_ignored": is_poison_ignored(made),
+            }
+        return found
+
+
+def collectives(made) -> dict[str, dict[str, int]]:
+    """How often the devices wait for each other, by executable."""
+    key = made.plan.ladder.keys[0]
+    calls = {
+        "body": made._core.prefill._executables[key]._compiled,
+        "greedy": made._core.heads._call["greedy 2"],
+        "score": made._core.heads._call["score 16"],
+    }
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    return {
+        name: {
+            kind: len(re.findall(rf"= \S+ {kind}(?:-start)?\(", call.as_text())) for kind in kinds
+        }
+        for name, call in calls.items()
+    }
+
+
+def is_poison_ignored(made) -> bool:
+    """Whether NaN in padding, stale pages and the hidden buffer changes nothing."""
+    key, core = made.plan.ladder.keys[0], made._core
+    batch = Batch(rows=(row(0, 5, [7]), row(1, 9, [3, 30])), is_decode=False)
+    hidden, _ = poisoned(made, batch, key=key, padding_id=POISON)
+    core.state.pool = jnp.zeros_like(core.state.pool)
+    core.prefill._executables[key].run(core.state, batch)
+    clean = np.asarray(core.state.hidden)[: batch.num_tokens]
+    return bool(np.isfinite(clean).all() and (hidden == clean).all())
+
+
+def disagree(checkpoint: TinyCheckpoint, process: int) -> str:
+    """What a process is told whose options differ from the others'."""
+    try:
+        with tiny_engine(checkpoint, tensor_parallel_size=jax.device_count(), seed=process):
+            return "started"
+    except ConfigError as error:
+        return str(error)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("devices", nargs="+", type=int)
+    parser.add_argument("--process", type=int)
+    parser.add_argument("--port")
+    parser.add_argument("--cache")
+    args = parser.parse_args()
+    checkpoint = make_checkpoint()
+    if args.process is None:
+        found = {n: measure(checkpoint, n) for n in args.devices}
+        found["expected"] = [greedy(checkpoint, ids, 4) for ids in PROMPTS]
+    else:
+        jax.distributed.initialize(f"localhost:{args.port}", 2, args.process)
+        cold, warm = (measure(checkpoint, args.devices[0], compile_cache=args.cache) for _ in "12")
+        found = {"cold": cold, "warm": warm, "disagree": disagree(checkpoint, args.process)}
+    print("\nFOUND " + json.dumps(found, default=float))
+
+
+if __name__ == "__main__":
+    main()
