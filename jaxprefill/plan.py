@@ -95,6 +95,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     """
     is_cpu = device.platform == "cpu"
     dtype = _resolve_dtype(config, device)
+    context = _resolve_context(config, model)
+    model = _served(model, context)
     backend = select_backend(
         config.attention_backend,
         platform=device.platform,
@@ -104,7 +106,6 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         specs=attention_specs(model),
     )
     share = _resolve_share(config, model, device)
-    context = _resolve_context(config, model)
     max_running = config.max_running_requests or (16 if is_cpu else 64)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
     if max_running > MAX_RUNNING:
@@ -114,7 +115,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     smallest = 2 if is_cpu and dtype == jnp.bfloat16 else 1
     return EnginePlan(
         config=config,
-        model=replace(model, context_length=context),  # what is served: longrope chooses by it
+        model=model,
         device=device,
         dtype=dtype,
         backend=backend,
@@ -161,6 +162,14 @@ def _resolve_share(config: EngineConfig, model: ModelConfig, device: DeviceInfo)
             "must draw alike; give each the same"
         )
     return share_of(model, size)
+
+
+def _served(model: ModelConfig, context: int) -> ModelConfig:
+    """The model at the context that is served: longrope chooses by it, an idle window goes."""
+    window = model.sliding_window
+    if window is not None and window >= context:
+        model = replace(model, sliding_window=None, sliding_layers=())
+    return replace(model, context_length=context)
 
 
 def _resolve_context(config: EngineConfig, model: ModelConfig) -> int:

@@ -2,10 +2,11 @@
 
 import pytest
 
-from jaxprefill.config import EngineConfig, ModelConfig, make_config
+from jaxprefill.config import EngineConfig, ModelConfig, RopeConfig, make_config
 from jaxprefill.errors import ConfigError, KernelUnsupported
 from jaxprefill.integers import parse_count, parse_counts
 from jaxprefill.kernels.device import DeviceInfo
+from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.plan import make_plan
 from tests.tiny import tiny_config
 
@@ -167,3 +168,19 @@ def test_model_config_is_frozen():
     with pytest.raises(AttributeError):
         tiny_config().head_dim = 4  # pyright: ignore
     assert isinstance(tiny_config(), ModelConfig)
+
+
+def test_what_is_served_decides_the_window_and_the_longrope_factors():
+    model = tiny_config(sliding_window=40)
+    assert plan(model=model, context_length=41).model.windows == (40, 40)
+    assert plan(model=model, context_length=40).model.windows == (None, None)
+    rope = RopeConfig(
+        kind="longrope",
+        theta=1e4,
+        original_context=100,
+        short_factors=(1.0,) * 8,
+        long_factors=(2.0,) * 8,
+    )
+    for context, factor in ((100, 1), (101, 2)):
+        served = plan(model=tiny_config(rope=rope), context_length=context).model
+        assert rotary_frequencies(served)[0] == 1 / factor

@@ -15,6 +15,7 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=4096,
 )
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 8}
 
 
 def read(name="LlamaForCausalLM", **changes):
@@ -73,3 +74,62 @@ def test_rope_that_differs_by_layer_type_is_refused():
     }
     with pytest.raises(CheckpointError, match="the same for every layer type"):
         read(rope_parameters=both)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(hidden_size=None), "hidden_size must be a positive integer, got nothing"),
+        (dict(num_hidden_layers=2.5), "num_hidden_layers must be a positive integer, got 2.5"),
+        (dict(num_key_value_heads=4), r"num_q_heads \(6\) must be a multiple of num_kv_heads"),
+        (dict(hidden_act="relu6"), "hidden_act 'relu6' is not supported; supported: silu"),
+        (dict(tie_word_embeddings="yes"), "tie_word_embeddings must be true or false, got 'yes'"),
+        (dict(rope_scaling={"type": "linear"}), "RoPE parameters: factor must be a positive"),
+        (dict(rope_scaling={"type": "llama3", "factor": 8.0}), "low_freq_factor must be"),
+        (dict(rope_scaling=[8.0]), "rope_scaling must be a mapping"),
+        (dict(rope_scaling=LONGROPE), "short_factors of longrope must hold 8 numbers.*got 4"),
+        (dict(partial_rotary_factor=0.2), "rotary_dim must be even, got 3"),
+        (dict(quantization_config={"quant_method": "gptq"}), "quantization_config is set"),
+    ],
+)
+def test_what_is_missing_wrong_or_unsupported_is_named(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(**changes)
+
+
+def test_an_unknown_layer_type_is_named():
+    types = ["sliding_attention", "linear_attention", "full_attention"]
+    with pytest.raises(CheckpointError, match="'linear_attention'"):
+        read("MistralForCausalLM", layer_types=types)
+
+
+def test_the_layers_with_a_window():
+    def windows(name, **changes):
+        return read(name, **({"sliding_window": 64} | changes)).windows
+
+    assert windows("LlamaForCausalLM") == (None,) * 3  # as in transformers
+    assert windows("MistralForCausalLM") == (64,) * 3
+    assert windows("MistralForCausalLM", sliding_window=None) == (None,) * 3
+    assert windows("MistralForCausalLM", sliding_window=4096) == (None,) * 3  # never ends
+    assert windows("Qwen2ForCausalLM", max_window_layers=1) == (None,) * 3
+    used = dict(use_sliding_window=True)
+    assert windows("Qwen2ForCausalLM", max_window_layers=1, **used) == (None, 64, 64)
+    assert windows("Qwen3ForCausalLM", max_window_layers=0, **used) == (64,) * 3
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows("Qwen3ForCausalLM", layer_types=types, **used) == (64, None, 64)
+
+
+def test_phi3_rotates_part_of_a_head_and_knows_old_names_of_longrope():
+    rope = LONGROPE | {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    for kind in ("longrope", "su", "yarn"):
+        changes = dict(rope_scaling=rope | {"type": kind}, partial_rotary_factor=0.75)
+        config = read("Phi3ForCausalLM", **changes | dict(max_position_embeddings=131072))
+        assert (config.rope.kind, config.rotary_dim) == ("longrope", 12)
+        assert config.rope.original_context == 4096
+        assert config.rope.attention_factor == pytest.approx((1 + 5 / 12) ** 0.5)
+
+
+def test_yarn_stretches_the_context_and_dynamic_does_not():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert read(rope_scaling=yarn).context_length == 16384
+    assert read(rope_scaling={"type": "dynamic", "factor": 4.0}).context_length == 4096
