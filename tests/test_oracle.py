@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprefill.cache.pages import PageAllocator
+from jaxprefill.cache.prefix import PrefixCache
 from jaxprefill.models.layers import rotary_table
 from jaxprefill.models.registry import ARCHITECTURES, read_config
 from jaxprefill.models.rope import rotary_frequencies
@@ -48,10 +50,12 @@ def served(request):
         yield case, made, [ids.tolist() for ids in prompts], scored
 
 
-def use_chunks(engine, size):
+def use_chunks(engine, size, *, is_cached=False):
     """From now on a step takes at most `size` tokens: compiled shapes stay, batches change."""
-    core = engine._core
-    core.scheduler = Scheduler(replace(core.plan.limits, max_batch_tokens=size), core.pages)
+    core, plan = engine._core, engine.plan
+    pages = PageAllocator(plan.num_pages, plan.config.page_size)
+    core.cache = PrefixCache(pages, is_enabled=is_cached)
+    core.scheduler = Scheduler(replace(plan.limits, max_batch_tokens=size), core.cache)
 
 
 def worst(found, wanted):
@@ -66,15 +70,17 @@ def test_ragged_batches_and_chunks_equal_the_oracle(served, chunk):
     assert worst(engine.logprobs(prompts), wanted) <= TOLERANCE
 
 
-def test_decoding_equals_the_oracle(served):
+def test_decoding_equals_the_oracle_from_cached_prefixes_too(served):
     case, engine, prompts, _ = served
-    use_chunks(engine, 32)
+    use_chunks(engine, 32, is_cached=True)
     held = fixture(case.name)
     params = SamplingParams(temperature=0, logprobs=0, max_tokens=4, ignore_eos=True)
-    found = engine.generate(prompts[: case.num_greedy], params)
-    assert [one.token_ids for one in found] == held["greedy_ids"].tolist()
-    logprobs = np.array([one.logprobs for one in found])
-    np.testing.assert_allclose(logprobs, held["greedy_logprobs"], atol=TOLERANCE)
+    for is_cached in (False, True):
+        found = engine.generate(prompts[: case.num_greedy], params)
+        assert (found[1].cached_tokens > 0) == is_cached
+        assert [one.token_ids for one in found] == held["greedy_ids"].tolist()
+        logprobs = np.array([one.logprobs for one in found])
+        np.testing.assert_allclose(logprobs, held["greedy_logprobs"], atol=TOLERANCE)
 
 
 def test_every_architecture_has_a_fixture():
