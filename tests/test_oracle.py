@@ -1,6 +1,7 @@
 """Every architecture and RoPE kind against transformers, from fixtures that tests/oracle writes."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,13 @@ def read_fixture_config(case):
     return read_config(json.loads(fixture(case.name)["config"].tobytes()))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+QUICK = ("qwen2_yarn_window_in_upper_layers", "phi3_longrope_short")
+ENGINES = [
+    pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=str)
 def served(request):
     """(case, engine, prompts, expected logprobs of each)."""
     case, held = request.param, fixture(request.param.name)
@@ -58,6 +65,22 @@ def use_chunks(engine, size, *, is_cached=False):
     core.scheduler = Scheduler(replace(plan.limits, max_batch_tokens=size), core.cache)
 
 
+@contextmanager
+def counted_steps(engine):
+    """Collects the number of tokens of every step."""
+    sizes, scheduler = [], engine._core.scheduler
+    original = scheduler.next_batch
+
+    def next_batch():
+        batch = original()
+        if batch is not None:
+            sizes.append(sum(row.q_len for row in batch.rows))
+        return batch
+
+    scheduler.next_batch = next_batch
+    yield sizes
+
+
 def worst(found, wanted):
     pairs = zip(found, wanted, strict=True)
     return max(np.abs(np.array(one[1:], float) - two).max(initial=0) for one, two in pairs)
@@ -67,7 +90,10 @@ def worst(found, wanted):
 def test_ragged_batches_and_chunks_equal_the_oracle(served, chunk):
     _, engine, prompts, wanted = served
     use_chunks(engine, chunk)
-    assert worst(engine.logprobs(prompts), wanted) <= TOLERANCE
+    with counted_steps(engine) as sizes:
+        found = engine.logprobs(prompts)
+    assert worst(found, wanted) <= TOLERANCE
+    assert max(sizes) <= chunk and sum(sizes) == sum(map(len, prompts))
 
 
 def test_decoding_equals_the_oracle_from_cached_prefixes_too(served):
