@@ -12,6 +12,7 @@ _HOMES = {
     "Engine": "jaxprefill.engine",
     "EngineConfig": "jaxprefill.config",
     "SamplingParams": "jaxprefill.request",
+    "embedding_query": "jaxprefill.embeddings",
     "Completion": "jaxprefill.request",
     "JaxPrefillError": "jaxprefill.errors",
     "RequestError": "jaxprefill.errors",

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxprefill.config import PoolingKind
 from jaxprefill.errors import RequestError
 from jaxprefill.request import Request, SamplingParams
 from jaxprefill.tokenizer import Tokenizer
@@ -26,6 +27,8 @@ class Wants:
     prompt_logprobs: bool = False
     label_ids: tuple[int, ...] = ()
     is_label_logprob: bool = True
+    pooling: PoolingKind | None = None
+    class_logits: bool = False
     priority: int = 0
 
 
@@ -39,6 +42,7 @@ class Admission:
     Attributes:
         vocab_size: ids the model knows; the tokenizer may know fewer.
         context_length: most tokens of prompt and output together.
+        has_lm_head: whether the model can say anything about tokens.
         rng: seeds of requests that bring none.
     """
 
@@ -46,6 +50,7 @@ class Admission:
     vocab_size: int
     context_length: int
     rng: np.random.Generator
+    has_lm_head: bool = True
 
     def requests(
         self,
@@ -58,8 +63,10 @@ class Admission:
         """The `params.n` requests of one prompt.
 
         Raises:
-            RequestError: an id is out of range, or the prompt is empty or too long.
+            RequestError: an id is out of range, or the prompt is empty or too long, or the model
+                has no LM head and one is needed.
         """
+        self._check_head(params, wants)
         ids = self.prompt_ids(prompt)
         self._check_length(len(ids), params)
         check_params(params, self.vocab_size)
@@ -77,6 +84,8 @@ class Admission:
                 wants_prompt_logprobs=wants.prompt_logprobs,
                 label_ids=wants.label_ids,
                 is_label_logprob=wants.is_label_logprob,
+                pooling=wants.pooling,
+                wants_class_logits=wants.class_logits,
                 priority=wants.priority,
                 index=index,
             )
@@ -111,9 +120,25 @@ class Admission:
 
     def chat_ids(self, messages: Any, template_options: Mapping[str, Any]) -> tuple[int, ...]:
         """The ids of a rendered conversation; only the template adds special tokens."""
-        text = self.tokenizer.apply_chat_template(messages, **template_options)
+        return self.plain_ids(self.tokenizer.apply_chat_template(messages, **template_options))
+
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """The ids of a text that names all its special tokens itself."""
         self._check_characters(text)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def pair_ids(self, first: str, second: str) -> tuple[int, ...]:
+        """The ids of two texts that the model reads together."""
+        self._check_characters(first + second)
+        return tuple(self.tokenizer.encode_pair(first, second))
+
+    def _check_head(self, params: SamplingParams, wants: Wants) -> None:
+        if not self.has_lm_head and (params.max_tokens or wants.prompt_logprobs or wants.label_ids):
+            raise RequestError(
+                "tokens and their logprobs need an LM head, which this model lacks; use embed or "
+                "classify, or load a model for causal language modelling",
+                param="model",
+            )
 
     def _check_characters(self, prompt: str) -> None:
         """A token covers a bounded number of characters, so absurd texts need no tokenizing."""

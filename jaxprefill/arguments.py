@@ -66,3 +66,14 @@ def joined_prompts(query: Any, items: list[Prompt]) -> list[Prompt]:
         return [query + str(item) for item in items]
     joined: list[Any] = [[*query, *item] for item in items]
     return joined
+
+
+def without_padding(ids: tuple[int, ...], pad_id: int | None) -> tuple[int, ...]:
+    """The ids up to the last that is not padding, as transformers' classifiers read them.
+
+    Of nothing but padding the first is left.
+    """
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad_id:
+        end -= 1
+    return ids[:end]

@@ -25,8 +25,10 @@ from jaxprefill.prefill.policy import PrefillPolicy
 from jaxprefill.prefill.runner import PrefillRunner
 from jaxprefill.prefill.staging import Staging
 from jaxprefill.sampling.head import HeadFunctions, head_jobs
+from jaxprefill.sampling.pooling import PoolingRunner, pooling_jobs
 from jaxprefill.sampling.runner import HeadRunner
 from jaxprefill.sampling.vocabulary import VocabularySplit
+from jaxprefill.step import Heads
 
 
 class Assembly:
@@ -53,14 +55,16 @@ class Assembly:
             key = plan.decode_key(slots)
             body = self._body(key, is_decode=True)
             jobs.append(PrefillExecutable.job(f"decode {key}", body, self.shapes))
-        split = VocabularySplit(plan.model.vocab_size, self.mesh.size)
         jobs += self._staging_jobs()
-        jobs += head_jobs(
-            HeadFunctions(self.num_valid, split),
-            self.shapes,
-            sample_rows=plan.sample_rows,
-            score_rows=plan.score_rows,
-        )
+        if plan.model.has_lm_head:
+            split = VocabularySplit(plan.model.vocab_size, self.mesh.size)
+            jobs += head_jobs(
+                HeadFunctions(self.num_valid, split),
+                self.shapes,
+                sample_rows=plan.sample_rows,
+                score_rows=plan.score_rows,
+            )
+        jobs += pooling_jobs(self.shapes, kind=plan.model.pooling.kind, num_rows=plan.pool_rows)
         return [job.over(self.mesh) for job in jobs]
 
     def allocate(self, leaves: Leaves) -> DeviceState:
@@ -78,6 +82,7 @@ class Assembly:
             last_tokens=zeros(shapes.last_tokens),
             history=zeros(shapes.history),
             bias=zeros(shapes.bias),
+            classifier=self.tree.classifier(leaves),
         )
 
     def assemble(self, state: DeviceState, compiled: dict[str, Compiled]) -> EngineCore:
@@ -105,7 +110,7 @@ class Assembly:
             plan=plan,
             prefill=self._prefill_runner(state, compiled, counters),
             decode=DecodeRunner(decode, counters),
-            heads=heads,
+            heads=Heads(heads, PoolingRunner(compiled, num_rows=plan.pool_rows)),
             counters=counters,
         )
 
@@ -185,7 +190,7 @@ class Assembly:
         def shape(*size: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(size, dtype, sharding=everywhere)
 
-        vocab, rows = plan.model.vocab_size, plan.max_running
+        vocab, rows = plan.model.vocab_size if plan.model.has_lm_head else 1, plan.max_running
         page_size, dtype = plan.config.page_size, plan.dtype
         pool = pool_dtype(dtype, plan.device.platform)
         return StateShapes(
@@ -196,4 +201,5 @@ class Assembly:
             last_tokens=shape(rows),
             history=shape(rows, vocab),
             bias=shape(rows, vocab, dtype=np.float32),
+            classifier=self.tree.classifier(self.tree.shapes),
         )

@@ -41,6 +41,8 @@ class BatchRow:
         label_ids: ids whose score is wanted after the last new token.
         score_ids: (offset, targets): the logprob of `targets[i]` is wanted after new token
             `offset + i`.
+        pool_span: (offset, count): new tokens whose hidden rows are to be added up.
+        is_classified: whether the classifier reads the last new token.
     """
 
     request_id: str
@@ -52,6 +54,8 @@ class BatchRow:
     sample: SampleSpec | None = None
     label_ids: Sequence[int] = ()
     score_ids: tuple[int, Sequence[int]] = (0, ())
+    pool_span: tuple[int, int] = (0, 0)
+    is_classified: bool = False
 
     @property
     def q_len(self) -> int:

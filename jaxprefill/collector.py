@@ -1,6 +1,8 @@
 """One request's results as they arrive: text, stop strings, logprobs. Host only."""
 
-from jaxprefill.request import Completion, FinishReason, Request
+import numpy as np
+
+from jaxprefill.request import Completion, FinishReason, Request, Vector
 from jaxprefill.tokenizer import Detokenizer, Tokenizer
 
 
@@ -18,6 +20,8 @@ class Collector:
         self._top: list[dict[int, float]] = []
         self._prompt_logprobs: list[float | None] = [None]
         self._label_scores: list[float] = []
+        self._hidden_sum: Vector | None = None
+        self._class_logits: Vector | None = None
         self.cached_tokens = 0
         self._reason: FinishReason | None = None
         self._stop: str | int | None = None
@@ -34,6 +38,14 @@ class Collector:
     def add_label_scores(self, scores: tuple[float, ...]) -> None:
         """The scores of the request's label ids."""
         self._label_scores += scores
+
+    def add_vectors(self, hidden_sum: Vector | None, class_logits: Vector | None) -> None:
+        """More hidden rows of the prompt, summed; and its class logits, where they are found."""
+        if hidden_sum is not None:
+            known = self._hidden_sum
+            self._hidden_sum = hidden_sum if known is None else known + hidden_sum
+        if class_logits is not None:
+            self._class_logits = class_logits
 
     def add_token(self, token: int, logprob: float, top: dict[int, float]) -> None:
         """The next generated token; may finish the request on a stop string."""
@@ -69,10 +81,17 @@ class Collector:
             top_logprobs=self._top if params.logprobs else None,
             prompt_logprobs=self._prompt_logprobs if self.request.wants_prompt_logprobs else None,
             label_scores=self._label_scores if self.request.label_ids else None,
+            embedding=self._embedding(),
+            class_logits=self._class_logits,
             cached_tokens=self.cached_tokens,
             prompt_tokens=self.request.prompt_length,
             index=self.request.index,
         )
+
+    def _embedding(self) -> Vector | None:
+        if self._hidden_sum is None or self.request.pooling != "mean":
+            return self._hidden_sum
+        return self._hidden_sum / np.float32(self.request.prompt_length)
 
     def _add_text(self, new: str) -> None:
         """Appends, and cuts at the earliest stop string that ends within the new text.

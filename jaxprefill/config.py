@@ -11,6 +11,8 @@ NAMED_LADDERS = ("default", "upstream")
 DType = Literal["auto", "float32", "bfloat16"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+PoolingKind = Literal["last", "mean"]
+ClassActivation = Literal["softmax", "sigmoid", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,36 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolingConfig:
+    """How a text's hidden rows become its embedding: the last one, or their mean.
+
+    Attributes:
+        is_normalized: whether embeddings have length 1 unless a caller says otherwise.
+    """
+
+    kind: PoolingKind = "last"
+    is_normalized: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("model config: pooling", self.kind, get_args(PoolingKind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierConfig:
+    """A head that gives every text one logit a label.
+
+    Attributes:
+        labels: their names, in the order of the logits.
+        activation: what turns logits into scores.
+        pad_id: texts are read at their last token that is not this one; None: at their last.
+    """
+
+    labels: tuple[str, ...]
+    activation: ClassActivation
+    pad_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and constants of a dense decoder. Counts, except where the name says otherwise.
 
@@ -64,6 +96,8 @@ class ModelConfig:
         sliding_window: the most recent tokens a query sees, its own among them; None: all.
         sliding_layers: whether each layer has the window; empty: all have it.
         has_qk_norm: whether every head of q and k is RMS-normed before it is rotated.
+        classifier: the head over labels; such a model has no LM head.
+        has_lm_head: whether there are logits of next tokens, or hidden rows only.
         num_shards: devices that share the model, in the config of one's part; the sizes are then
             those of the part (`models.sharding.share_of`).
     """
@@ -87,6 +121,9 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     activation: Activation = "silu"
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    classifier: ClassifierConfig | None = None
+    has_lm_head: bool = True
     num_shards: int = 1
 
     def __post_init__(self) -> None:
@@ -113,6 +150,11 @@ class ModelConfig:
                 f"got {len(self.sliding_layers)}"
             )
         _check_choice("model config: activation", self.activation, get_args(Activation))
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the LM head is a table of its own."""
+        return self.has_lm_head and not self.is_embedding_tied
 
     @property
     def rotary_dim(self) -> int:

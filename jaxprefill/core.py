@@ -1,6 +1,5 @@
 """The engine's loop: schedule, dispatch, and read the step before. Sees scheduler and runners."""
 
-import math
 from dataclasses import dataclass, field
 
 from jaxprefill.batch import Batch
@@ -13,20 +12,26 @@ from jaxprefill.errors import RequestError
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import CompilationCounter
 from jaxprefill.prefill.runner import PrefillRunner
-from jaxprefill.request import FinishReason, Request
-from jaxprefill.sampling.runner import HeadRunner, SampledToken
+from jaxprefill.request import FinishReason, Request, Vector
+from jaxprefill.sampling.runner import SampledToken
 from jaxprefill.scheduler import RequestState, Scheduler, Status
-from jaxprefill.step import PendingStep, RowResults, dispatch_heads
+from jaxprefill.step import Heads, PendingStep, RowResults, dispatch_heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestUpdate:
-    """What one step found for one request."""
+    """What one step found for one request.
+
+    Attributes:
+        hidden_sum: hidden rows of the prompt, added up; several steps' are to be added.
+    """
 
     request: Request
     tokens: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[float, ...] = ()
     label_scores: tuple[float, ...] = ()
+    hidden_sum: Vector | None = None
+    class_logits: Vector | None = None
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
 
@@ -39,7 +44,7 @@ class EngineCore:
     plan: EnginePlan
     prefill: PrefillRunner
     decode: DecodeRunner
-    heads: HeadRunner
+    heads: Heads
     counters: EngineCounters
     scheduler: Scheduler = field(init=False)
     compilations: CompilationCounter = field(default_factory=CompilationCounter)
@@ -111,8 +116,7 @@ class EngineCore:
 
     def _update(self, row: RowResults) -> RequestUpdate:
         state, token = row.state, row.token
-        values = [*row.logprobs, *row.labels, *([token.logprob] if token else [])]
-        if any(math.isnan(value) for value in values):
+        if row.has_nan:
             self.counters.corrupted_requests += 1
             self.abort(state.request.id)
             return RequestUpdate(request=state.request, finish_reason="error")
@@ -128,6 +132,8 @@ class EngineCore:
             tokens=(token,) if token is not None else (),
             prompt_logprobs=(*found, *row.logprobs),
             label_scores=tuple(row.labels),
+            hidden_sum=row.hidden_sum,
+            class_logits=row.class_logits,
             cached_tokens=state.num_cached or 0,
             finish_reason=reason,
         )

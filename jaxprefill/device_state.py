@@ -20,6 +20,7 @@ class StateShapes:
     last_tokens: jax.ShapeDtypeStruct
     history: jax.ShapeDtypeStruct
     bias: jax.ShapeDtypeStruct
+    classifier: jax.ShapeDtypeStruct | None = None
 
 
 @dataclass
@@ -27,7 +28,8 @@ class DeviceState:
     """Weights and per-engine arrays; C is max_running_requests.
 
     Attributes:
-        head: V is rounded up to a multiple of the devices that share it.
+        head: the LM head; in a model without one the embedding, which nothing reads as a head. V is
+            rounded up to a multiple of the devices that share it.
         pool: K and V of all layers' pages; donated to every body.
         hidden: rows the last body wrote, read by the heads; donated, shared by all buckets.
         last_tokens: the last token sampled into each request slot; donated to the heads.
@@ -43,6 +45,7 @@ class DeviceState:
     last_tokens: Int32[Array, " C"]
     history: Int32[Array, "C V"]
     bias: Float32[Array, "C V"]
+    classifier: Shaped[Array, "labels E"] | None = None
 
     def delete(self) -> None:
         """Frees every array now, rather than when the last reference goes."""

@@ -9,14 +9,30 @@ from typing import Any
 import numpy as np
 
 from jaxprefill.admission import NOTHING_MORE, Admission, Prompt, Wants, naming_item
-from jaxprefill.arguments import as_params, as_prompts, is_list, joined_prompts
+from jaxprefill.arguments import (
+    as_params,
+    as_prompts,
+    is_list,
+    joined_prompts,
+    without_padding,
+)
 from jaxprefill.collector import Collector
 from jaxprefill.config import make_config
+from jaxprefill.embeddings import (
+    Matrix,
+    checked_dimensions,
+    class_scores,
+    label_probabilities,
+    required_classifier,
+    shaped_embeddings,
+    stacked,
+)
 from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.kernels.device import describe_device, free_memory_bytes
 from jaxprefill.plan import EnginePlan, make_plan
 from jaxprefill.prefill.compiler import ExecutableRecord
 from jaxprefill.request import Completion, Request, SamplingParams
+from jaxprefill.reranking import RerankFormat
 from jaxprefill.startup import start
 from jaxprefill.weights.locate import open_checkpoint
 
@@ -65,7 +81,9 @@ class Engine:
             vocab_size=self.plan.model.vocab_size,
             context_length=self.plan.context_length,
             rng=np.random.default_rng(config.seed),
+            has_lm_head=self.plan.model.has_lm_head,
         )
+        self._rerank_format = RerankFormat(self.plan.model, self._admission)
         self._num_prompts = 0
         self._lock = threading.Lock()
         self._is_closed = False
@@ -128,7 +146,88 @@ class Engine:
         scores = [
             completion.label_scores or [] for completion in self._read("items", prompts, wants)
         ]
-        return [_probabilities(each, is_normalised=apply_softmax) for each in scores]
+        return [label_probabilities(each, is_normalised=apply_softmax) for each in scores]
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+    ) -> Matrix:
+        """Embeddings [n, hidden_size], float32: the final hidden state, pooled as the model says.
+
+        Texts are embedded as they are. Models that want an instruction before queries need it in
+        the text; `jaxprefill.embedding_query` writes Qwen3-Embedding's.
+
+        Args:
+            texts: texts or lists of token ids; a single one is taken as a list of one.
+            dimensions: keep so many of the first numbers, of models trained for that.
+            normalize: scale to length 1, after that; None: as the model's own files say, and
+                scaled where they say nothing.
+
+        Raises:
+            RequestError: a text or argument is invalid; nothing was run.
+        """
+        model = self.plan.model
+        count = checked_dimensions(dimensions, model.hidden_size)
+        found = self._read("texts", as_prompts(texts), Wants(pooling=model.pooling.kind))
+        return shaped_embeddings(
+            stacked([one.embedding for one in found], model.hidden_size),
+            dimensions=count,
+            is_normalized=model.pooling.is_normalized if normalize is None else normalize,
+        )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the columns of `classify`; none where the model has no classifier."""
+        classifier = self.plan.model.classifier
+        return classifier.labels if classifier is not None else ()
+
+    def classify(
+        self, texts: Prompt | Sequence[Prompt], *, apply_activation: bool = True
+    ) -> Matrix:
+        """Scores [n, labels], float32, of a `*ForSequenceClassification` model.
+
+        Args:
+            texts: texts or lists of token ids; a single one is taken as a list of one.
+            apply_activation: softmax over the labels, or sigmoid where there is one label or
+                several may hold, or nothing for a regression; else always raw logits.
+
+        Raises:
+            RequestError: a text is invalid, or the model has no classifier; nothing was run.
+        """
+        head = required_classifier(self.plan.model)
+        prompts: list[Prompt] = []
+        many = as_prompts(texts)
+        for index, text in enumerate(many):
+            with naming_item("texts", index, len(many)):
+                prompts.append(without_padding(self._admission.prompt_ids(text), head.pad_id))
+        found = self._read("texts", prompts, Wants(class_logits=True))
+        logits = stacked([one.class_logits for one in found], len(head.labels))
+        return class_scores(logits, head.activation) if apply_activation else logits
+
+    def rerank(
+        self, query: str, documents: str | Sequence[str], *, instruction: str | None = None
+    ) -> list[float]:
+        """How well each document answers the query, 0 to 1, in the order of the documents.
+
+        A language model is asked as Qwen3-Reranker is, and the score is the share of "yes" against
+        "no"; the prompts' common beginning is computed once. A classifier of one label gives its
+        score: Qwen3's of the same prompt, others' of the pair as the tokenizer joins it.
+
+        Args:
+            query: what is asked.
+            documents: texts to be ranked.
+            instruction: what counts as an answer; None: that of a web search.
+
+        Raises:
+            RequestError: an argument is invalid, or the model is no reranker; nothing was run.
+        """
+        prompts = self._rerank_format.prompts(query, documents, instruction)
+        if self.plan.model.classifier is not None:
+            return [float(score) for score in self.classify(prompts)[:, 0]]
+        return [yes for yes, _ in self.score([], prompts, self._rerank_format.answer_ids())]
 
     def flush_cache(self) -> None:
         """Forgets all prefixes that no running request uses."""
@@ -279,19 +378,13 @@ class Engine:
             collector.cached_tokens = update.cached_tokens
             collector.add_prompt_logprobs(update.prompt_logprobs)
             collector.add_label_scores(update.label_scores)
+            collector.add_vectors(update.hidden_sum, update.class_logits)
             for token in update.tokens:
                 collector.add_token(*token)
             if update.finish_reason is not None:
                 collector.finish(update.finish_reason)
             elif collector.is_finished:  # a stop string, which only the text shows
                 self._core.abort(update.request.id)
-
-
-def _probabilities(scores: list[float], *, is_normalised: bool) -> list[float]:
-    """Softmax of logits, or the probabilities of logprobs."""
-    values = np.asarray(scores, np.float64)
-    weights = np.exp(values - values.max() if is_normalised else values)
-    return (weights / weights.sum() if is_normalised else weights).tolist()
 
 
 def _log_compiled(record: ExecutableRecord, total: int) -> None:

@@ -37,9 +37,10 @@ class EnginePlan:
 
     Attributes:
         ladder: the prefill executables.
-        decode_slots: slot counts of the decode executables.
+        decode_slots: slot counts of the decode executables; none without an LM head.
         eager_ladder: coarse shapes of the eager fallback, at the full context.
-        sample_rows, score_rows: row counts of the heads.
+        sample_rows, score_rows: row counts of the LM head; none where the model lacks it.
+        pool_rows: row count of what makes embeddings and reads the classifier.
         num_pages: pages of the KV pool.
     """
 
@@ -57,6 +58,7 @@ class EnginePlan:
     eager_ladder: BucketLadder
     sample_rows: tuple[int, ...]
     score_rows: tuple[int, ...]
+    pool_rows: int
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -113,6 +115,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     slots = min(config.full_prefill_max_req or max_running, max_running)
     # XLA's CPU compiler would convert every weight for one row of bfloat16.
     smallest = 2 if is_cpu and dtype == jnp.bfloat16 else 1
+    has_head = model.has_lm_head
+    row_counts = slot_buckets(max_running, smallest=smallest) if has_head else ()
     return EnginePlan(
         config=config,
         model=model,
@@ -124,12 +128,13 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         max_running=max_running,
         num_pages=_resolve_pages(config, share, device, dtype),
         ladder=BucketLadder(buckets, slots, _resolve_max_contexts(config, context)),
-        decode_slots=slot_buckets(max_running, smallest=smallest),
+        decode_slots=row_counts,
         eager_ladder=BucketLadder(
             coarse_buckets(buckets[-1], factor=16 if is_cpu else 4), max_running, (context,)
         ),
-        sample_rows=slot_buckets(max_running, smallest=smallest),
-        score_rows=(16, 128) if is_cpu else (16, 256),
+        sample_rows=row_counts,
+        score_rows=() if not has_head else (16, 128) if is_cpu else (16, 256),
+        pool_rows=min(max_running, 16),
     )
 
 
@@ -242,5 +247,5 @@ def _resolve_pages(
 def _num_weights(model: ModelConfig) -> int:
     heads = (2 * model.num_q_heads + 2 * model.num_kv_heads) * model.head_dim
     layer = model.hidden_size * (heads + 3 * model.mlp_size)
-    tables = 1 if model.is_embedding_tied else 2
+    tables = 2 if model.has_own_head else 1
     return layer * model.num_layers + tables * model.vocab_size * model.hidden_size

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from jaxprefill.config import PoolingKind
 from jaxprefill.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 FinishReason = Literal["stop", "length", "abort", "error"]
+Vector = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,8 @@ class Request:
         label_ids: ids whose score is wanted as the token after the prompt.
         is_label_logprob: their scores are logprobs; else raw logits, which is cheaper and enough
             for a softmax over the labels.
+        pooling: which hidden rows make the prompt's embedding, or None where none is wanted.
+        wants_class_logits: read the classifier at the last token.
         priority: a higher one is served first.
     """
 
@@ -112,6 +117,8 @@ class Request:
     wants_prompt_logprobs: bool = False
     label_ids: tuple[int, ...] = ()
     is_label_logprob: bool = True
+    pooling: PoolingKind | None = None
+    wants_class_logits: bool = False
     priority: int = 0
     index: int = 0
 
@@ -134,6 +141,8 @@ class Completion:
         top_logprobs: per generated token {id: logprob}, the chosen token always among them.
         prompt_logprobs: one per prompt token, the first None; None when not asked for.
         label_scores: one per label id of the request, in its order; None when there are none.
+        embedding: the pooled hidden rows [E], float32, not normalised; None when not asked for.
+        class_logits: one per label of the classifier; None when not asked for.
         stop_reason: the stop string or id that ended it, None for EOS or length.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         index: which of the `n` continuations of its prompt this is.
@@ -147,6 +156,8 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = field(default=None, repr=False)
     label_scores: list[float] | None = None
+    embedding: Vector | None = field(default=None, repr=False, compare=False)
+    class_logits: Vector | None = field(default=None, repr=False, compare=False)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     index: int = 0

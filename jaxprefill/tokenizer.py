@@ -100,6 +100,16 @@ class Tokenizer:
         _require_encodable(text, param="prompt")
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Returns the ids of two texts as the tokenizer joins them, special tokens included.
+
+        Raises:
+            RequestError: a text holds a lone surrogate, which is no character.
+        """
+        for text in (first, second):
+            _require_encodable(text, param="prompt")
+        return self._backend.encode(first, second).ids
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of some ids; ids that the tokenizer does not know have none."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -24,8 +24,8 @@ def _linear(x, w, name):
     return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
 
 
-def reference_logits(checkpoint, ids) -> np.ndarray:
-    """Raw logits [tokens, V] of one sequence."""
+def reference_hidden(checkpoint, ids) -> np.ndarray:
+    """Hidden rows [tokens, E] behind the final norm of one sequence."""
     c = checkpoint.config
     w = {name: tensor.astype(np.float64) for name, tensor in checkpoint.tensors.items()}
     x, positions = w["model.embed_tokens.weight"][np.asarray(ids)], np.arange(len(ids))
@@ -48,8 +48,22 @@ def reference_logits(checkpoint, ids) -> np.ndarray:
         h = _norm(x, w[name + "post_attention_layernorm.weight"], c.norm_eps)
         gate, up = (_linear(h, w, f"{name}mlp.{part}_proj") for part in ("gate", "up"))
         x = x + _linear(gate / (1 + np.exp(-gate)) * up, w, name + "mlp.down_proj")
+    return _norm(x, w["model.norm.weight"], c.norm_eps)
+
+
+def reference_logits(checkpoint, ids) -> np.ndarray:
+    """Raw logits [tokens, V] of one sequence."""
+    w = checkpoint.tensors
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    return _norm(x, w["model.norm.weight"], c.norm_eps) @ head.T
+    return reference_hidden(checkpoint, ids) @ head.astype(np.float64).T
+
+
+def reference_embedding(checkpoint, ids, *, dimensions: int | None = None) -> np.ndarray:
+    """The pooled row [E], cut and then scaled to length 1."""
+    hidden = reference_hidden(checkpoint, ids)
+    is_mean = checkpoint.config.pooling.kind == "mean"
+    pooled = (hidden.mean(0) if is_mean else hidden[-1])[:dimensions]
+    return pooled / np.linalg.norm(pooled)
 
 
 def reference_logprobs(checkpoint, ids) -> np.ndarray:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxprefill import SamplingParams
-from tests.reference import greedy, prompt_logprobs, reference_logprobs
+from tests.reference import greedy, prompt_logprobs, reference_embedding, reference_logprobs
 from tests.tiny import tiny_engine
 
 
@@ -41,9 +41,9 @@ def test_any_sequence_of_requests_gives_the_oracles_numbers(checkpoint, chunk):
     pool = prompts(rng)
     stream = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=0)
     with tiny_engine(checkpoint, kv_cache_tokens=240, chunked_prefill_size=chunk) as made:
-        for _ in range(12):
+        for _ in range(15):
             chosen = [pool[i] for i in rng.integers(0, len(pool), rng.integers(1, 7))]
-            match rng.integers(0, 4):
+            match rng.integers(0, 5):
                 case 0:
                     for ids, found in zip(chosen, made.logprobs(chosen), strict=True):
                         wanted = expected(prompt_logprobs, ids)
@@ -59,6 +59,10 @@ def test_any_sequence_of_requests_gives_the_oracles_numbers(checkpoint, chunk):
                             np.log(scores), table[-1][[3, 40, 41]], atol=1e-4
                         )
                 case 3:
+                    for ids, found in zip(chosen, made.embed(chosen), strict=True):
+                        wanted = expected(reference_embedding, ids)
+                        np.testing.assert_allclose(found, wanted, atol=1e-4)
+                case 4:
                     made.flush_cache()
         stats = made.stats()
     assert stats["cached_tokens"] > 0 and stats["preemptions"] >= 0

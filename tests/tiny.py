@@ -80,6 +80,8 @@ class TinyCheckpoint:
         if name.endswith("norm.weight"):
             return (c.hidden_size,)
         part, kind = name.split(".")[-2:]
+        if part == "score":
+            return (len(c.classifier.labels), c.hidden_size)
         shape = {
             "q_proj": (attended, c.hidden_size),
             "k_proj": (keys, c.hidden_size),

@@ -96,7 +96,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _joined(values: tuple[int, ...]) -> str:
-    return ",".join(map(str, values))
+    return ",".join(map(str, values)) or "none"
 
 
 def _counts(counts: Mapping[str, Any]) -> str:

@@ -98,7 +98,7 @@ class DenseLayer(nnx.Module):
 
 
 class DenseDecoder(nnx.Module):
-    """Embedding, layers, packed norms and an LM head that may be the embedding.
+    """Embedding, layers, packed norms, and an LM head, which may be the embedding, or a classifier.
 
     Attributes:
         model_type: what config.json calls the family.
@@ -111,8 +111,11 @@ class DenseDecoder(nnx.Module):
         table = (config.vocab_size, config.hidden_size)
         self.config = config
         self.embedding = parameter(table, dtype, ("vocab", None))
-        if not config.is_embedding_tied:
+        if config.has_own_head:
             self.head = parameter(table, dtype, ("vocab", None))
+        if config.classifier is not None:
+            labels = (len(config.classifier.labels), config.hidden_size)
+            self.classifier = parameter(labels, dtype, (None, None))
         norms = (2 * config.num_layers + 1, config.hidden_size)
         self.norms = parameter(norms, dtype, (None, None))
         self.layers = nnx.List([DenseLayer(config, dtype) for _ in range(config.num_layers)])
@@ -143,8 +146,10 @@ class DenseDecoder(nnx.Module):
     def sources(cls, config: ModelConfig) -> dict[str, Fused]:
         """See `decoder.Decoder`."""
         sources = {"embedding": Fused(("model.embed_tokens.weight",))}
-        if not config.is_embedding_tied:
+        if config.has_own_head:
             sources["head"] = Fused(("lm_head.weight",))
+        if config.classifier is not None:
+            sources["classifier"] = Fused(("score.weight",))
         norms: list[str] = []
         for layer in range(config.num_layers):
             name = f"model.layers.{layer}"

@@ -1,11 +1,13 @@
 """Which module serves which architecture, and reads its config.json."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.errors import CheckpointError
 from jaxprefill.models.dense import DenseDecoder
+from jaxprefill.models.hf_heads import read_head, with_lm_head
 from jaxprefill.models.llama import Llama
 from jaxprefill.models.mistral import Mistral
 from jaxprefill.models.phi3 import Phi3
@@ -42,8 +44,9 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     ]
     if not isinstance(names, (list, tuple)) or not names:
         raise _unsupported(f"model_type {hf.get('model_type')!r}")
-    found = _find(names[0])
-    return found.read_config({**hf, "architectures": [names[0]]})
+    found, head = _find(names[0]), read_head(names[0], hf)
+    config = found.read_config({**hf, "architectures": [names[0]]})
+    return replace(config, has_lm_head=head.has_lm_head, classifier=head.classifier)
 
 
 def model_class(config: ModelConfig) -> type[DenseDecoder]:
@@ -56,10 +59,15 @@ def model_class(config: ModelConfig) -> type[DenseDecoder]:
 
 
 def _find(name: object) -> type[DenseDecoder]:
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    """The class of a body, whatever stands on it."""
+    found = ARCHITECTURES.get(with_lm_head(name)) if isinstance(name, str) else None
+    if found is None:
         raise _unsupported(f"architecture {name!r}")
-    return ARCHITECTURES[name]
+    return found
 
 
 def _unsupported(what: str) -> CheckpointError:
-    return CheckpointError(f"{what} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return CheckpointError(
+        f"{what} is not supported; supported: {', '.join(ARCHITECTURES)}, and each with Model or "
+        "ForSequenceClassification for ForCausalLM"
+    )

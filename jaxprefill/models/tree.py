@@ -71,8 +71,12 @@ class ModelTree:
         return leaves[self.paths.index(path)]
 
     def head(self, leaves: tuple[AnyLeaf, ...]) -> AnyLeaf:
-        """The LM head [V, E]: its own, or the embedding where they are tied."""
-        return self.leaf(leaves, "embedding" if self.config.is_embedding_tied else "head")
+        """The LM head [V, E]: its own, or the embedding where they are tied or none is used."""
+        return self.leaf(leaves, "head" if self.config.has_own_head else "embedding")
+
+    def classifier(self, leaves: tuple[AnyLeaf, ...]) -> AnyLeaf | None:
+        """The head over labels, of models that have one."""
+        return None if self.config.classifier is None else self.leaf(leaves, "classifier")
 
 
 def model_tree(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> ModelTree:

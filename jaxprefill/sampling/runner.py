@@ -165,13 +165,13 @@ class PendingTokens(NamedTuple):
 
 
 class PendingScores(NamedTuple):
-    """Logprobs on their way to the host."""
+    """Numbers of rows on their way to the host."""
 
     blocks: list[Array]
     num_rows: int
     block_rows: int
 
-    def read(self) -> Float32[np.ndarray, " rows"]:
+    def read(self) -> Float32[np.ndarray, "rows ..."]:
         """Waits for the device."""
         parts = [np.asarray(block) for block in self.blocks]
         whole = [part[: self.block_rows] for part in parts[:-1]]

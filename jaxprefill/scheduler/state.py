@@ -50,6 +50,7 @@ class RequestState:
         target: tokens to prefill before sampling: the prompt, and after a preemption the output
             known then.
         num_scored: prompt positions whose logprob is dispatched or was found in the cache.
+        num_pooled: prompt positions whose hidden row is dispatched to the embedding.
         num_cached: prompt tokens the first admission found computed.
         found_logprobs: logprobs from the cache, not yet handed out.
     """
@@ -66,6 +67,7 @@ class RequestState:
     num_in_flight: int = 0
     target: int = 0
     num_scored: int = 1
+    num_pooled: int = 0
     num_cached: int | None = None
     found_logprobs: list[float] = field(default_factory=list[float])
     slot: int | None = None
@@ -104,7 +106,8 @@ class RequestState:
         """How far a match spares computing.
 
         A hit ends before the row that the first wanted logprob needs, unless the pages hold the
-        logprobs of their tokens. The last token is always computed: something reads its row.
+        logprobs of their tokens, and before the first row of a mean that is still to be added. The
+        last token is always computed: something reads its row.
         """
         scored, prompt = self.num_scored, self.request.prompt_length
         found = list[float]()
@@ -117,6 +120,8 @@ class RequestState:
             found += new
             scored = max(scored, end)
         most = scored - 1 if self._wants_logprob(scored) else self.target - 1
+        if self.request.pooling == "mean":
+            most = min(most, self.num_pooled)
         shared = len(match.nodes) * page_size
         return Hit(match, shared, min(shared, most, self.target - 1), tuple(found))
 
@@ -146,6 +151,8 @@ class RequestState:
             sample=self._sample_spec(end) if is_last and self.has_more_to_sample else None,
             score_ids=self._score_ids(start, end),
             label_ids=self.request.label_ids if end == self.request.prompt_length else (),
+            pool_span=self._pool_span(start, end),
+            is_classified=self.request.wants_class_logits and end == self.request.prompt_length,
         )
 
     def decode_row(self) -> BatchRow:
@@ -166,6 +173,7 @@ class RequestState:
         self.num_in_flight += 1
         self.num_sampled += row.sample is not None
         self.num_scored += len(row.score_ids[1])
+        self.num_pooled += row.pool_span[1]
 
     def _held_slot(self) -> int:
         assert self.slot is not None, "only a running request has rows"
@@ -190,3 +198,12 @@ class RequestState:
         first = max(start, self.num_scored - 1)
         targets = self.request.prompt_ids[first + 1 : end + 1]
         return first - start, targets
+
+    def _pool_span(self, start: int, end: int) -> tuple[int, int]:
+        """The new tokens that the embedding reads: all of the prompt's, each once, or the last."""
+        stop = min(end, self.request.prompt_length)
+        if self.request.pooling == "mean":
+            first = max(start, self.num_pooled)
+            return first - start, max(stop - first, 0)
+        is_last = self.request.pooling == "last" and end == self.request.prompt_length
+        return (stop - 1 - start, 1) if is_last else (0, 0)

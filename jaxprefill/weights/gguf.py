@@ -5,6 +5,7 @@ Knows how GGUF names and sorts tensors; metadata is gguf_config's, the container
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +15,12 @@ from jaxprefill.config import ModelConfig
 from jaxprefill.errors import CheckpointError, ConfigError
 from jaxprefill.models.registry import read_config
 from jaxprefill.tokenizer import Tokenizer
-from jaxprefill.weights.gguf_config import ROPE_TENSORS, architecture_of, hf_config
+from jaxprefill.weights.gguf_config import (
+    ROPE_TENSORS,
+    architecture_of,
+    hf_config,
+    read_pooling,
+)
 from jaxprefill.weights.gguf_file import GgufFile
 from jaxprefill.weights.gguf_tokenizer import build_tokenizer
 
@@ -60,8 +66,9 @@ class GgufCheckpoint:
         for name in self._file.tensors:
             self._file.require_readable(name)
         values = hf_config(self._file, _num_layers_present(self._file))
+        pooling = read_pooling(self._file)
         try:
-            self.config: ModelConfig = read_config(values)
+            self.config: ModelConfig = replace(read_config(values), pooling=pooling)
         except (CheckpointError, ConfigError) as error:
             raise CheckpointError(f"{path}: metadata, as {error}") from error
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxprefill.config import PoolingConfig
 from jaxprefill.errors import CheckpointError
 from jaxprefill.weights.gguf_file import GgufFile
 
@@ -151,6 +152,19 @@ def hf_config(file: GgufFile, num_layers_present: int) -> dict[str, Any]:
         **_window(fields, architecture),
         **_rope(file, fields),
     }
+
+
+def read_pooling(file: GgufFile) -> PoolingConfig:
+    """How the file's model makes embeddings: of the last token unless the file says otherwise.
+
+    Raises:
+        CheckpointError: it names a pooling that is not computed.
+    """
+    fields = GgufFields(file)
+    kind = fields.get("pooling_type")
+    if kind not in (None, 0, 1, 3):
+        raise fields.error("pooling_type", "0 (none), 1 (mean) or 3 (last)", kind)
+    return PoolingConfig(kind="mean" if kind == 1 else "last")
 
 
 def _head_dims(

@@ -14,17 +14,26 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file cannot be read, or holds no JSON object.
     """
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: must be JSON, but {error}; fetch it again") from error
+    value = read_value(path)
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{path}: must be a JSON object, got {type(value).__name__}; fetch it again"
         )
     return value
+
+
+def read_value(path: Path) -> Any:
+    """Whatever JSON value is in a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: must be JSON, but {error}; fetch it again") from error
 
 
 def read_object_if_there(path: Path) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""From pooled rows to what a caller gets: embeddings and class scores. Host only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxprefill.config import ClassActivation, ClassifierConfig, ModelConfig
+from jaxprefill.errors import RequestError
+from jaxprefill.request import Vector
+
+Matrix = NDArray[np.float32]
+SEARCH_TASK = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def embedding_query(query: str, task: str = SEARCH_TASK) -> str:
+    """A search query as Qwen3-Embedding wants it; documents are embedded as they are.
+
+    Args:
+        query: what is searched for.
+        task: one sentence, best in English, that says what is to be found.
+    """
+    return f"Instruct: {task}\nQuery:{query}"
+
+
+def checked_dimensions(dimensions: Any, hidden_size: int) -> int:
+    """How many numbers an embedding has; None: all.
+
+    Raises:
+        RequestError: there are not as many.
+    """
+    wanted = hidden_size if dimensions is None else dimensions
+    is_count = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
+    if not is_count or not 1 <= wanted <= hidden_size:
+        raise RequestError(
+            f"dimensions must be an integer, 1 to the model's {hidden_size}, got {wanted!r}",
+            param="dimensions",
+        )
+    return int(wanted)
+
+
+def stacked(rows: Sequence[Vector | None], width: int) -> Matrix:
+    """Rows as one float32 matrix [n, width]; [0, width] of none."""
+    found = [row for row in rows if row is not None]
+    assert len(found) == len(rows), "every request was asked for its row"
+    return np.stack(found) if found else np.zeros((0, width), np.float32)
+
+
+def shaped_embeddings(pooled: Matrix, *, dimensions: int, is_normalized: bool) -> Matrix:
+    """The first `dimensions` numbers of each row [n, E], then of length 1 (arXiv 2205.13147)."""
+    vectors = pooled[:, :dimensions].astype(np.float64)
+    if is_normalized:
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
+    return vectors.astype(np.float32)
+
+
+def class_scores(logits: Matrix, activation: ClassActivation) -> Matrix:
+    """Scores [n, labels]: probabilities that add up to 1, or each by itself, or the logits."""
+    values = logits.astype(np.float64)
+    if activation == "softmax":
+        weights = np.exp(values - values.max(axis=1, keepdims=True))
+        values = weights / weights.sum(axis=1, keepdims=True)
+    if activation == "sigmoid":
+        values = np.exp(-np.logaddexp(0, -values))  # never overflows
+    return values.astype(np.float32)
+
+
+def required_classifier(model: ModelConfig) -> ClassifierConfig:
+    """The model's classifier.
+
+    Raises:
+        RequestError: it has none.
+    """
+    if model.classifier is None:
+        raise RequestError(
+            "classify needs a model with a classifier (*ForSequenceClassification), and "
+            f"{model.architecture} has none; use score for labels that are tokens",
+            param="model",
+        )
+    return model.classifier
+
+
+def label_probabilities(scores: Sequence[float], *, is_normalised: bool) -> list[float]:
+    """Softmax of logits, or the probabilities of logprobs."""
+    values = np.asarray(scores, np.float64)
+    weights = np.exp(values - values.max() if is_normalised else values)
+    return (weights / weights.sum() if is_normalised else weights).tolist()
