@@ -225,7 +225,7 @@ def measure(
         if index % 2:
             np.asarray(out)
         else:
-            jax.block_until_ready((rig.state.hidden, rig.state.pool, out))
+            jax.block_until_ready((rig.state.hidden, rig.state.pools, out))
         done = time.perf_counter()
         samples["value_ms" if index % 2 else "wall_ms"].append(done - begun)
         samples["dispatch_ms"].append(dispatched - begun)

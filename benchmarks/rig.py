@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprefill.batch import Batch, BatchRow, SampleSpec
-from jaxprefill.cache.kv_cache import pool_shape
+from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.config import ModelConfig, RopeConfig
 from jaxprefill.device_state import DeviceState
 from jaxprefill.kernels.attention import AttentionBackend
+from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import make_mesh, replicated
 from jaxprefill.models.tree import ModelTree, model_tree
 from jaxprefill.prefill.buckets import ShapeKey, slot_buckets
@@ -101,7 +102,8 @@ def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Ri
     tree, everywhere = model_tree(config, dtype, mesh), replicated(mesh)
     leaves = random_leaves(tree)
     pages = sizes.pool_tokens // sizes.page_size
-    pool = pool_shape(config, pages, sizes.page_size, dtype=dtype, mesh=mesh)
+    spec = model_class(config).cache_spec(config)
+    pools = pool_shapes(spec, pages, sizes.page_size, dtype=dtype, mesh=mesh)
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.zeros(shape, dtype, device=everywhere)
@@ -109,7 +111,7 @@ def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Ri
     state = DeviceState(
         leaves=leaves,
         head=tree.head(leaves),
-        pool=jnp.zeros(pool.shape, pool.dtype, device=pool.sharding),
+        pools=tuple(jnp.zeros(one.shape, one.dtype, device=one.sharding) for one in pools),
         hidden=zeros(sizes.max_tokens, config.hidden_size, dtype=dtype),
         last_tokens=zeros(64),
         history=zeros(1, 1),

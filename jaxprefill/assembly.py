@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxprefill.cache.kv_cache import pool_shape
+from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.core import EngineCore
 from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
@@ -77,7 +77,7 @@ class Assembly:
         return DeviceState(
             leaves=leaves,
             head=self.tree.head(leaves),
-            pool=zeros(shapes.pool),
+            pools=tuple(map(zeros, shapes.pools)),
             hidden=zeros(shapes.hidden),
             last_tokens=zeros(shapes.last_tokens),
             history=zeros(shapes.history),
@@ -196,7 +196,9 @@ class Assembly:
         return StateShapes(
             leaves=self.tree.shapes,
             head=self.tree.head(self.tree.shapes),
-            pool=pool_shape(plan.model, plan.num_pages, page_size, dtype=pool, mesh=self.mesh),
+            pools=pool_shapes(
+                plan.cache_spec, plan.num_pages, page_size, dtype=pool, mesh=self.mesh
+            ),
             hidden=shape(plan.hidden_rows, plan.model.hidden_size, dtype=dtype),
             last_tokens=shape(rows),
             history=shape(rows, vocab),

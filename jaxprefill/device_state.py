@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Float32, Int32, Shaped
 
+from jaxprefill.models.decoder import Pools
 from jaxprefill.models.tree import Leaves
 
 
@@ -15,7 +16,7 @@ class StateShapes:
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     head: jax.ShapeDtypeStruct
-    pool: jax.ShapeDtypeStruct
+    pools: tuple[jax.ShapeDtypeStruct, ...]
     hidden: jax.ShapeDtypeStruct
     last_tokens: jax.ShapeDtypeStruct
     history: jax.ShapeDtypeStruct
@@ -30,7 +31,7 @@ class DeviceState:
     Attributes:
         head: the LM head; in a model without one the embedding, which nothing reads as a head. V is
             rounded up to a multiple of the devices that share it.
-        pool: K and V of all layers' pages; donated to every body.
+        pools: what the model keeps per token, in pages of all layers; donated to every body.
         hidden: rows the last body wrote, read by the heads; donated, shared by all buckets.
         last_tokens: the last token sampled into each request slot; donated to the heads.
         history: per slot and token id: how often it was generated, plus PROMPT_FLAG if it
@@ -40,7 +41,7 @@ class DeviceState:
 
     leaves: Leaves
     head: Shaped[Array, "V E"]
-    pool: Shaped[Array, "2 K P S D"]
+    pools: Pools
     hidden: Shaped[Array, "tokens E"]
     last_tokens: Int32[Array, " C"]
     history: Int32[Array, "C V"]
@@ -57,7 +58,7 @@ class DeviceState:
         has_own = not any(leaf is self.head for leaf in self.leaves)
         parts = {
             "weights": (*self.leaves, *((self.head,) if has_own else ())),
-            "kv_pool": (self.pool,),
+            "kv_pool": self.pools,
             "sampling": (self.history, self.bias, self.last_tokens),
             "hidden": (self.hidden,),
         }

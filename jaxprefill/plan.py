@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from jaxprefill.cache.kv_cache import token_bytes
+from jaxprefill.cache.spec import CacheSpec
 from jaxprefill.config import EngineConfig, ModelConfig
 from jaxprefill.errors import ConfigError
 from jaxprefill.kernels.attention import AttentionBackend, select_backend
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.decoder import attention_specs
+from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import share_of
 from jaxprefill.prefill.buckets import (
     CPU_BUCKETS,
@@ -41,7 +42,8 @@ class EnginePlan:
         eager_ladder: coarse shapes of the eager fallback, at the full context.
         sample_rows, score_rows: row counts of the LM head; none where the model lacks it.
         pool_rows: row count of what makes embeddings and reads the classifier.
-        num_pages: pages of the KV pool.
+        cache_spec: what one device keeps per token.
+        num_pages: pages of each pool, and layer.
     """
 
     config: EngineConfig
@@ -52,6 +54,7 @@ class EnginePlan:
     context_length: int
     chunked_prefill_size: int
     max_running: int
+    cache_spec: CacheSpec
     num_pages: int
     ladder: BucketLadder
     decode_slots: tuple[int, ...]
@@ -126,7 +129,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         context_length=context,
         chunked_prefill_size=buckets[-1],
         max_running=max_running,
-        num_pages=_resolve_pages(config, share, device, dtype),
+        cache_spec=(spec := model_class(share).cache_spec(share)),
+        num_pages=_resolve_pages(config, _num_weights(share), spec, device, dtype),
         ladder=BucketLadder(buckets, slots, _resolve_max_contexts(config, context)),
         decode_slots=row_counts,
         eager_ladder=BucketLadder(
@@ -220,22 +224,23 @@ def _resolve_max_contexts(config: EngineConfig, context: int) -> tuple[int, ...]
 
 
 def _resolve_pages(
-    config: EngineConfig, share: ModelConfig, device: DeviceInfo, dtype: jnp.dtype
+    config: EngineConfig, num_weights: int, spec: CacheSpec, device: DeviceInfo, dtype: jnp.dtype
 ) -> int:
     """Pages of the pool: as asked, 16384 tokens on CPU, or a part of each device's memory."""
     tokens = config.kv_cache_tokens or 16384
-    weights = _num_weights(share) * dtype.itemsize
+    weights, token_bytes = num_weights * dtype.itemsize, spec.token_numbers * dtype.itemsize
     if config.kv_cache_tokens is None and device.platform != "cpu":
         budget = device.memory_bytes * config.memory_fraction - weights
-        tokens = math.floor(budget / token_bytes(share, dtype))
+        tokens = math.floor(budget / token_bytes)
     if tokens < config.page_size:
         raise ConfigError(
             f"kv_cache_tokens must hold at least one page of {config.page_size} tokens, "
             f"got {tokens}; raise kv_cache_tokens or memory_fraction"
         )
     pages = tokens // config.page_size
-    needed = weights + tokens * token_bytes(share, dtype)
-    if needed > device.memory_bytes or pages * share.num_layers * config.page_size >= 2**31:
+    most_layers = max(pool.num_layers for pool in spec.pools)
+    needed = weights + tokens * token_bytes
+    if needed > device.memory_bytes or pages * most_layers * config.page_size >= 2**31:
         raise ConfigError(
             f"kv_cache_tokens must fit each device's {device.memory_bytes / 2**30:.0f} GiB beside "
             f"the weights, and 32-bit rows over all layers; {tokens} tokens need "

@@ -97,7 +97,7 @@ def is_poison_ignored(made) -> bool:
     key, core = made.plan.ladder.keys[0], made._core
     batch = Batch(rows=(row(0, 5, [7]), row(1, 9, [3, 30])), is_decode=False)
     hidden, _ = poisoned(made, batch, key=key, padding_id=POISON)
-    core.state.pool = jnp.zeros_like(core.state.pool)
+    core.state.pools = (jnp.zeros_like(core.state.pools[0]),)
     core.prefill._executables[key].run(core.state, batch)
     clean = np.asarray(core.state.hidden)[: batch.num_tokens]
     return bool(np.isfinite(clean).all() and (hidden == clean).all())

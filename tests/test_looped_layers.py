@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprefill.batch import Batch, BatchRow
-from jaxprefill.cache.kv_cache import pool_shape
+from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.device_state import StateShapes
 from jaxprefill.kernels.attention import select_backend
+from jaxprefill.models.llama import Llama
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.prefill.buckets import ShapeKey
@@ -45,18 +46,18 @@ def compiled_body(*, is_looped):
         jnp.asarray(rng.normal(size=leaf.shape) * leaf.shape[-1] ** -0.5, leaf.dtype)
         for leaf in tree.shapes
     )
-    pool = pool_shape(CONFIG, 8, PAGE, dtype=dtype, mesh=mesh)
-    pool = jnp.zeros(pool.shape, pool.dtype)
+    shapes = pool_shapes(Llama.cache_spec(CONFIG), 8, PAGE, dtype=dtype, mesh=mesh)
+    pools = tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
     hidden = jnp.zeros((KEY.num_tokens, CONFIG.hidden_size), jnp.float32)
     rows = (
         BatchRow(request_id="a", slot=0, token_ids=list(range(5)), kv_len=5, pages=[3]),
         BatchRow(request_id="b", slot=1, token_ids=list(range(9)), kv_len=9, pages=[1, 6]),
     )
     buffer = pad(Batch(rows=rows, is_decode=False), layout)
-    arguments = (leaves, pool, hidden, jnp.zeros(2, jnp.int32), buffer)
+    arguments = (leaves, pools, hidden, jnp.zeros(2, jnp.int32), buffer)
     body = Body(tree, backend, layout, is_looped=is_looped)
     whole = jax.eval_shape(lambda *args: args, *arguments)
-    names = ("leaves", "pool", "hidden", "last_tokens")
+    names = ("leaves", "pools", "hidden", "last_tokens")
     state = StateShapes(**dict(zip(names, whole, strict=False)), head=None, history=None, bias=None)
     compiled = compile_job(PrefillExecutable.job("body", body, state), CPU_OPTIONS)
     return compiled.call, compiled.record, arguments
@@ -64,10 +65,10 @@ def compiled_body(*, is_looped):
 
 def test_looped_layers_equal_unrolled_ones_and_copy_no_weight():
     call, _, arguments = compiled_body(is_looped=False)
-    wanted_pool, wanted = call(*arguments)
+    (wanted_pool,), wanted = call(*arguments)
     call, record, arguments = compiled_body(is_looped=True)
     largest = max(leaf.nbytes for leaf in arguments[0])
-    pool, hidden = call(*arguments)
+    (pool,), hidden = call(*arguments)
     np.testing.assert_allclose(hidden[:14], wanted[:14], atol=1e-5)
     np.testing.assert_allclose(pool, wanted_pool, atol=1e-5)
     assert record.temp_bytes < largest

@@ -124,11 +124,11 @@ def test_the_second_guard_refuses_what_the_policy_would_not_have_let_through(eng
 
 def test_all_buckets_write_one_hidden_buffer_and_one_pool_in_place(engine):
     core = engine._core
-    where = (core.state.hidden.unsafe_buffer_pointer(), core.state.pool.unsafe_buffer_pointer())
+    where = (core.state.hidden.unsafe_buffer_pointer(), core.state.pools[0].unsafe_buffer_pointer())
     engine.generate([random_prompt(5), random_prompt(60)], SamplingParams(max_tokens=4))
     assert where == (
         core.state.hidden.unsafe_buffer_pointer(),
-        core.state.pool.unsafe_buffer_pointer(),
+        core.state.pools[0].unsafe_buffer_pointer(),
     )
 
 
@@ -149,10 +149,10 @@ def poisoned(engine, batch, *, key, padding_id=271):
         used = -(-batch.rows[index].kv_len // page_size) if index < len(batch.rows) else 0
         fields["page_table"][index, used:] = stale
     assert (fields["kv_rows"][real:] == NO_ROW).all()
-    core.state.pool = jnp.full_like(core.state.pool, jnp.nan)
+    core.state.pools = (jnp.full_like(core.state.pools[0], jnp.nan),)
     core.state.hidden = jnp.full_like(core.state.hidden, jnp.nan)
     core.prefill._executables[key].execute(core.state, buffer)
-    return np.asarray(core.state.hidden)[:real], np.asarray(core.state.pool)
+    return np.asarray(core.state.hidden)[:real], np.asarray(core.state.pools[0])
 
 
 def test_nothing_in_padding_reaches_a_real_row_not_even_nan():
@@ -166,7 +166,7 @@ def test_nothing_in_padding_reaches_a_real_row_not_even_nan():
         key = made.plan.ladder.keys[0]
         batch = Batch(rows=(row(0, 5, [7]), row(1, 11, [3, 40])), is_decode=False)
         hidden, pool = poisoned(made, batch, key=key)
-        made._core.state.pool = jnp.zeros_like(made._core.state.pool)
+        made._core.state.pools = (jnp.zeros_like(made._core.state.pools[0]),)
         made._core.prefill._executables[key].run(made._core.state, batch)
         np.testing.assert_array_equal(hidden, np.asarray(made._core.state.hidden)[:16])
         assert np.isfinite(hidden).all()

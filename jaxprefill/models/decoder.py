@@ -4,9 +4,13 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int32, Shaped
 
+from jaxprefill.cache.spec import CacheSpec
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention import AttentionSpec, RaggedBatch
 from jaxprefill.kernels.attention.api import Attend
+
+# One array for each pool of the model's CacheSpec, in its order.
+Pools = tuple[Shaped[Array, "parts K P S D"], ...]
 
 
 class LayerInputs(NamedTuple):
@@ -41,13 +45,13 @@ class DecoderLayer(Protocol):
     def __call__(
         self,
         hidden: Float[Array, "T E"],
-        pool: Shaped[Array, "2 K P S D"],
+        pools: Pools,
         norms: Float[Array, "2 E"],
         layer: Int32[Array, ""],
         inputs: LayerInputs,
         attend: Attend,
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
-        """Hidden state after the layer, and the pool with its K and V written."""
+    ) -> tuple[Float[Array, "T E"], Pools]:
+        """Hidden state after the layer, and the pools with its entries written."""
         ...
 
 
@@ -70,6 +74,11 @@ class Decoder(Protocol):
 
     def final_norm(self, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """What the LM head multiplies."""
+        ...
+
+    @staticmethod
+    def cache_spec(config: ModelConfig) -> CacheSpec:
+        """What the layers keep per token."""
         ...
 
     @classmethod

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
+from jaxprefill.cache.spec import CacheSpec, PoolSpec
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention.api import Attend
-from jaxprefill.models.decoder import Fused, LayerInputs
+from jaxprefill.models.decoder import Fused, LayerInputs, Pools
 from jaxprefill.models.layers import (
     gated_mlp,
     linear,
@@ -51,19 +52,19 @@ class DenseLayer(nnx.Module):
     def __call__(
         self,
         hidden: Float[Array, "T E"],
-        pool: Shaped[Array, "2 K P S D"],
+        pools: Pools,
         norms: Float[Array, "2 E"],
         layer: Int32[Array, ""],
         inputs: LayerInputs,
         attend: Attend,
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
+    ) -> tuple[Float[Array, "T E"], Pools]:
         """See `decoder.DecoderLayer`."""
-        config = self.config
+        config, (pool,) = self.config, pools
         q, k, v = self.project(rms_norm(hidden, norms[0], config.norm_eps), inputs)
         first_page = layer * (pool.shape[2] // config.num_layers)
         attended, pool = attend(q, k, v, pool, inputs.batch, first_page)
         hidden = hidden + self.output_of(attended.reshape(len(hidden), -1))
-        return hidden + self.mlp(rms_norm(hidden, norms[1], config.norm_eps)), pool
+        return hidden + self.mlp(rms_norm(hidden, norms[1], config.norm_eps)), (pool,)
 
     def project(
         self, normed: Float[Array, "T E"], inputs: LayerInputs
@@ -132,6 +133,18 @@ class DenseDecoder(nnx.Module):
     def final_norm(self, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """See `decoder.Decoder`."""
         return rms_norm(hidden, self.norms[...][-1], self.config.norm_eps)
+
+    @staticmethod
+    def cache_spec(config: ModelConfig) -> CacheSpec:
+        """See `decoder.Decoder`."""
+        kv = PoolSpec(
+            name="kv",
+            num_layers=config.num_layers,
+            num_parts=2,
+            num_heads=config.num_kv_heads,
+            width=config.head_dim,
+        )
+        return CacheSpec((kv,))
 
     @staticmethod
     def read_config(hf: Mapping[str, Any]) -> ModelConfig:

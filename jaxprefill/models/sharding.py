@@ -48,6 +48,11 @@ def spec_of(shape: jax.ShapeDtypeStruct) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else EVERYWHERE
 
 
+def specs_of(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[PartitionSpec, ...]:
+    """How each of several arrays lies."""
+    return tuple(map(spec_of, shapes))
+
+
 def place(
     array: Shaped[np.ndarray, "..."], sharding: jax.sharding.Sharding
 ) -> Shaped[Array, "..."]:

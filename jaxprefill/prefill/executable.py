@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int32, Shaped
 from jaxprefill.batch import Batch
 from jaxprefill.device_state import DeviceState, StateShapes
 from jaxprefill.kernels.attention import AttentionSpec
-from jaxprefill.models.decoder import LayerInputs
-from jaxprefill.models.sharding import EVERYWHERE, place, spec_of
+from jaxprefill.models.decoder import LayerInputs, Pools
+from jaxprefill.models.sharding import EVERYWHERE, place, specs_of
 from jaxprefill.models.tree import Leaves
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
@@ -43,15 +43,15 @@ class PrefillExecutable:
     def execute(self, state: DeviceState, buffer: Buffer) -> None:
         """The same for a buffer already padded to this shape."""
         words = buffer if self._staging is None else self._staging.put(buffer)
-        state.pool, state.hidden = self._compiled(
-            state.leaves, state.pool, state.hidden, state.last_tokens, words
+        state.pools, state.hidden = self._compiled(
+            state.leaves, state.pools, state.hidden, state.last_tokens, words
         )
 
     @staticmethod
     def job(name: str, body: Body, state: StateShapes) -> CompileJob:
         """What must be compiled."""
         buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
-        arguments = (state.leaves, state.pool, state.hidden, state.last_tokens, buffer)
+        arguments = (state.leaves, state.pools, state.hidden, state.last_tokens, buffer)
         cost = body.layout.key.num_tokens * body.tree.config.num_layers
         return CompileJob(
             name=name,
@@ -59,7 +59,7 @@ class PrefillExecutable:
             arguments=arguments,
             donated=(1, 2),
             cost=cost,
-            out_specs=(spec_of(state.pool), EVERYWHERE),
+            out_specs=(specs_of(state.pools), EVERYWHERE),
         )
 
 
@@ -96,7 +96,7 @@ class LayerwiseExecutable:
         rows, rotary = self._embed(state.leaves, state.last_tokens, buffer)
         norms = self._body.tree.leaf(state.leaves, "norms")
         for layer, leaves, index in self._layers:
-            rows, state.pool = layer(leaves, norms, rows, state.pool, index, rotary, buffer)
+            rows, state.pools = layer(leaves, norms, rows, state.pools, index, rotary, buffer)
         state.hidden = self._finish(state.leaves, state.hidden, rows)
 
     @staticmethod
@@ -109,8 +109,8 @@ class LayerwiseExecutable:
         index = jax.ShapeDtypeStruct((), np.int32)
         norms = body.tree.leaf(state.leaves, "norms")
         own = body.tree.layer_leaves(state.leaves, 0)
-        layer = (own, norms, rows, state.pool, index, rotary, buffer)
-        layer_specs = (EVERYWHERE, spec_of(state.pool))
+        layer = (own, norms, rows, state.pools, index, rotary, buffer)
+        layer_specs = (EVERYWHERE, specs_of(state.pools))
         steps: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any]] = [
             ("embed", _Embed(body), (state.leaves, state.last_tokens, buffer), (), EVERYWHERE),
             *(
@@ -160,14 +160,14 @@ class _Layer(_Step):
         leaves: Leaves,
         norms: Float[Array, "norms E"],
         rows: Float[Array, "T E"],
-        pool: Shaped[Array, "2 K P S D"],
+        pools: Pools,
         index: Int32[Array, ""],
         rotary: Float[Array, "2 T half"],
         buffer: Int32[Array, " words"],
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
+    ) -> tuple[Float[Array, "T E"], Pools]:
         pair = jax.lax.dynamic_slice_in_dim(norms, 2 * index, 2)
         inputs = LayerInputs(rotary, unpack(buffer, self.body.layout).batch)
-        return self.body.layer(self.spec, leaves, pair, rows, pool, index, inputs)
+        return self.body.layer(self.spec, leaves, pair, rows, pools, index, inputs)
 
 
 class _Finish(_Step):

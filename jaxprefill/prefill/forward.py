@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention import AttentionBackend, AttentionSpec, RaggedBatch
-from jaxprefill.models.decoder import LayerInputs, attention_specs
+from jaxprefill.models.decoder import LayerInputs, Pools, attention_specs
 from jaxprefill.models.tree import LayerLeaves, Leaves, ModelTree
 from jaxprefill.prefill.padding import BufferLayout
 
@@ -78,61 +78,61 @@ class Body:
         leaves: LayerLeaves,
         norms: Float[Array, "2 E"],
         hidden: Float[Array, "T E"],
-        pool: Shaped[Array, "2 K P S D"],
+        pools: Pools,
         layer: Int32[Array, ""],
         inputs: LayerInputs,
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
+    ) -> tuple[Float[Array, "T E"], Pools]:
         """One layer over its own leaves; `spec` is what this kind of layer asks of attention."""
         module = self.tree.bind_layer(leaves)
-        return module(hidden, pool, norms, layer, inputs, self._attends[spec])
+        return module(hidden, pools, norms, layer, inputs, self._attends[spec])
 
     def __call__(
         self,
         leaves: Leaves,
-        pool: Shaped[Array, "2 K P S D"],
+        pools: Pools,
         hidden: Shaped[Array, "tokens E"],
         last_tokens: Int32[Array, " C"],
         buffer: Int32[Array, " words"],
-    ) -> tuple[Shaped[Array, "2 K P S D"], Shaped[Array, "tokens E"]]:
-        """(pool, hidden) after the pass; both are donated. Rows past T keep their values."""
+    ) -> tuple[Pools, Shaped[Array, "tokens E"]]:
+        """(pools, hidden) after the pass; both are donated. Rows past T keep their values."""
         model = self.tree.bind(leaves)
         inputs = unpack(buffer, self.layout)
         layer_inputs = LayerInputs(model.rotary(inputs.positions), inputs.batch)
         with jax.named_scope("embed"):
             rows = model.embed(resolve_ids(inputs.ids, last_tokens))
         layers = self._looped if self.is_looped else self._unrolled
-        rows, pool = layers(leaves, rows, pool, layer_inputs)
+        rows, pools = layers(leaves, rows, pools, layer_inputs)
         with jax.named_scope("final_norm"):
-            return pool, write_hidden(hidden, model.final_norm(rows))
+            return pools, write_hidden(hidden, model.final_norm(rows))
 
     def _unrolled(
         self,
         leaves: Leaves,
         rows: Float[Array, "T E"],
-        pool: Shaped[Array, "2 K P S D"],
+        pools: Pools,
         inputs: LayerInputs,
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
+    ) -> tuple[Float[Array, "T E"], Pools]:
         norms = self.tree.leaf(leaves, "norms")
         layer_fn = jax.jit(self.layer, static_argnums=0)
         for index, window in enumerate(self.tree.config.windows):
             own, pair = self.tree.layer_leaves(leaves, index), norms[2 * index : 2 * index + 2]
             spec = AttentionSpec(window)
-            rows, pool = layer_fn(spec, own, pair, rows, pool, jnp.int32(index), inputs)
-        return rows, pool
+            rows, pools = layer_fn(spec, own, pair, rows, pools, jnp.int32(index), inputs)
+        return rows, pools
 
     def _looped(
         self,
         leaves: Leaves,
         rows: Float[Array, "T E"],
-        pool: Shaped[Array, "2 K P S D"],
+        pools: Pools,
         inputs: LayerInputs,
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "2 K P S D"]]:
+    ) -> tuple[Float[Array, "T E"], Pools]:
         windows = self.tree.config.windows
         for window, run in itertools.groupby(range(len(windows)), windows.__getitem__):
             layers, spec = tuple(run), AttentionSpec(window)
             step = functools.partial(self._looped_layer, spec, leaves, layers, inputs)
-            rows, pool = lax.fori_loop(0, len(layers), step, (rows, pool))
-        return rows, pool
+            rows, pools = lax.fori_loop(0, len(layers), step, (rows, pools))
+        return rows, pools
 
     def _looped_layer(
         self,
@@ -141,9 +141,9 @@ class Body:
         layers: tuple[int, ...],
         inputs: LayerInputs,
         at: Int32[Array, ""],
-        carry: tuple[Array, Array],
-    ) -> tuple[Array, Array]:
-        """Layer `layers[at]` of consecutive ones over (hidden, pool)."""
+        carry: tuple[Float[Array, "T E"], Pools],
+    ) -> tuple[Float[Array, "T E"], Pools]:
+        """Layer `layers[at]` of consecutive ones over (hidden, pools)."""
         own, layer = self.tree.looped_leaves(leaves, layers, at), layers[0] + at
         pair = lax.dynamic_slice_in_dim(self.tree.leaf(leaves, "norms"), 2 * layer, 2)
         return self.layer(spec, own, pair, *carry, layer, inputs)
