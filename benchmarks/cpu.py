@@ -91,7 +91,7 @@ class Ours:
         (core.decode if behind else core.prefill).run(core.state, batch)
         size = len(ids[0])
         wanted = [RowToSample((slot + 1) * size - 1, slot, GREEDY) for slot in range(len(ids))]
-        return core.heads.sample(core.state, wanted).read()[0].token
+        return core.heads.lm.sample(core.state, wanted).read()[0].token
 
 
 class Peer:

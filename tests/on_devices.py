@@ -17,7 +17,7 @@ import numpy as np
 from jaxprefill import SamplingParams
 from jaxprefill.batch import Batch
 from jaxprefill.errors import ConfigError
-from tests.reference import greedy, prompt_logprobs
+from tests.reference import greedy, prompt_logprobs, reference_embedding
 from tests.test_paths import poisoned, random_prompt, row
 from tests.tiny import TinyCheckpoint, tiny_engine
 
@@ -59,6 +59,10 @@ def measure(checkpoint: TinyCheckpoint, num_devices: int, **options) -> dict:
                 np.abs(np.array(one[1:]) - prompt_logprobs(checkpoint, ids)).max(initial=0)
                 for ids, one in zip(PROMPTS, scored, strict=True)
             ),
+            "embedding_error": max(
+                np.abs(one - reference_embedding(checkpoint, ids)).max()
+                for ids, one in zip(PROMPTS, made.embed(PROMPTS), strict=True)
+            ),
             "greedy": [one.token_ids for one in greedily],
             "sampled": [one.token_ids for one in sampled],
             "logprobs": [one.logprobs for one in sampled],
@@ -80,8 +84,8 @@ def collectives(made) -> dict[str, dict[str, int]]:
     key = made.plan.ladder.keys[0]
     calls = {
         "body": made._core.prefill._executables[key]._compiled,
-        "greedy": made._core.heads._call["greedy 2"],
-        "score": made._core.heads._call["score 16"],
+        "greedy": made._core.heads.lm._call["greedy 2"],
+        "score": made._core.heads.lm._call["score 16"],
     }
     kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
     return {

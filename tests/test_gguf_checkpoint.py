@@ -221,6 +221,15 @@ def test_a_llama_file_with_a_window_is_mistral_s(model_path: Path) -> None:
     assert (config.architecture, config.sliding_window) == ("MistralForCausalLM", 32)
 
 
+def test_the_pooling_of_embeddings_is_that_of_the_file(model_path: Path) -> None:
+    for kind, wanted in ((None, "last"), ("NONE", "last"), ("LAST", "last"), ("MEAN", "mean")):
+        write_model(
+            model_path,
+            change=lambda w, kind=kind: kind and w.add_pooling_type(gguf.PoolingType[kind]),
+        )
+        assert GgufCheckpoint(model_path).config.pooling.kind == wanted
+
+
 def test_equal_head_counts_of_all_layers_are_one_count(model_path: Path) -> None:
     write_model(model_path, change=lambda w: w.add_array("llama.attention.head_count_kv", [2, 2]))
     assert GgufCheckpoint(model_path).config.num_kv_heads == 2
@@ -247,6 +256,7 @@ def test_equal_head_counts_of_all_layers_are_one_count(model_path: Path) -> None
         ),
         (lambda w: w.add_tensor("rope_freqs.weight", ONES[:7]), "longrope must hold 8 numbers"),
         (lambda w: w.add_causal_attention(False), "attention.causal must be true"),
+        (lambda w: w.add_pooling_type(gguf.PoolingType.CLS), r"pooling_type must be .* got 2"),
         (lambda w: w.add_logit_scale(0.5), "logit_scale must be 1 to be supported, got 0.5"),
         (lambda w: w.add_expert_count(8), "expert_count is 8"),
         (lambda w: w.add_value_length(8), "value_length must be 16 to be supported, got 8"),

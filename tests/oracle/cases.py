@@ -148,6 +148,34 @@ CASES = (
     ),
 )
 
+# Classifiers over the bodies above, whose prompts may end in padding tokens.
+PADDING = SIZES["pad_token_id"]
+CLASSIFIERS = (
+    OracleCase(
+        name="qwen3_classifier_of_three_labels",
+        architecture="Qwen3ForSequenceClassification",
+        config=dict(
+            hidden_size=40,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=16,
+            rope_theta=1e6,
+            id2label={"0": "bad", "1": "fair", "2": "good"},
+        ),
+    ),
+    OracleCase(
+        name="mistral_classifier_of_one_label",
+        architecture="MistralForSequenceClassification",
+        config=dict(
+            hidden_size=48,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            sliding_window=9,
+            id2label={"0": "relevance"},
+        ),
+    ),
+)
+
 ROPE_POSITIONS = (0, 1, 63, 4095, 99_991, 131_071)
 ROPE_CASES = {case.name: case.hf for case in CASES if "dynamic" not in case.name} | {
     "default_head_128": CASES[0].hf

@@ -5,7 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 _MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -19,10 +24,11 @@ _MODEL_TYPES = {
 def make_model(hf: dict[str, Any], seed: int) -> PreTrainedModel:
     """A float32 model whose random weights are float16 numbers, large enough to matter."""
     hf = deepcopy(hf)  # transformers writes into it
-    config = AutoConfig.for_model(_MODEL_TYPES[hf["architectures"][0]], **hf)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
+    family, has_lm_head, _ = hf["architectures"][0].partition("ForCausalLM")
+    family = family.removesuffix("ForSequenceClassification")
+    config = AutoConfig.for_model(_MODEL_TYPES[f"{family}ForCausalLM"], **hf)
+    made = AutoModelForCausalLM if has_lm_head else AutoModelForSequenceClassification
+    model = made.from_config(config, attn_implementation="eager", dtype=torch.float32)
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -77,3 +83,16 @@ def rotary_table(hf: dict[str, Any], positions: tuple[int, ...]) -> np.ndarray:
     with torch.no_grad():
         tables = rotary(torch.zeros(1), torch.tensor([positions]))
     return np.stack([table[0, :, : table.shape[-1] // 2].numpy() for table in tables])
+
+
+def class_logits(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
+    """What a classifier says of a prompt, [labels]."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def hidden_rows(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
+    """What stands behind the final norm, [tokens, E]."""
+    with torch.no_grad():
+        found = model.model(torch.tensor([ids]), use_cache=False)
+    return found.last_hidden_state[0].numpy()
