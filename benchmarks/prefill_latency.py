@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from jaxprefill.batch import Batch
     from jaxprefill.prefill.buckets import ShapeKey
 
+SHAPES = ("qwen3-8b", "qwen3-4b", "qwen3-1.7b", "qwen3-0.6b", "tiny")
 PATHS = ("full", "layerwise", "eager")
 GPU_CASES = (
-    "30x1,16x1,32x1,32x16,64x1,128x1,256x1,512x1,30x1+4096,d1+512,d16+512,d64+512,"
-    "2048x1,2048x16,8192x1"
+    "30x1,16x1,1x1,32x16,64x1,128x1,128x16,256x1,512x1,512x16,d1+1024,d16+1024,d64+1024,"
+    "8x1+4096,30x1+4096,30x1+32768,32x16+4096,2048x1,2048x16,8192x1"
 )
+CONTEXTS = (4096, 8192)  # and --max-context: a case takes the least that holds it
 TINY_CASES = "16x1,30x4+32,64x1,d4+32"
+H200_FLOPS = 790e12  # bfloat16 products a second, measured on random numbers
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -80,12 +83,12 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="qwen3-8b", choices=("qwen3-8b", "qwen3-0.6b", "tiny"))
+    parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--tiny", action="store_true", help="the tiny shape, few repeats")
     parser.add_argument("--cases", default="", help="e.g. 16x1,30x1+4096,d16+512")
     parser.add_argument("--paths", default=",".join(PATHS), help="of full, layerwise, eager")
     parser.add_argument("--slots", type=int, default=16, help="request slots of a prefill bucket")
-    parser.add_argument("--max-context", type=int, default=8192)
+    parser.add_argument("--max-context", type=int, default=40960)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--pool-tokens", type=int, default=131072)
     parser.add_argument("--attention", default="auto", help="attention backend")
@@ -142,11 +145,13 @@ def key_of(case: Case, path: str, sizes: "RigSizes") -> "ShapeKey":
     """The executable the project would choose."""
     from jaxprefill.prefill.buckets import GPU_BUCKETS, ShapeKey, coarse_buckets
 
+    needed = case.prefix + max(case.lens())
+    context = min(size for size in (sizes.max_context, *CONTEXTS) if size >= needed)
     if case.is_decode:
-        return ShapeKey(case.num_tokens, case.num_tokens, sizes.max_context)
+        return ShapeKey(case.num_tokens, case.num_tokens, context)
     ladder = coarse_buckets(sizes.max_tokens) if path == "eager" else GPU_BUCKETS
     bucket = min(count for count in ladder if count >= case.num_tokens)
-    return ShapeKey(bucket, sizes.num_slots, sizes.max_context)
+    return ShapeKey(bucket, sizes.num_slots, context)
 
 
 def warm(rig: "Rig") -> None:
@@ -170,6 +175,7 @@ def measure_cases(
     from benchmarks.rig import make_batch
 
     rows: list[dict[str, Any]] = []
+    floor = weight_stream(rig)
     for text in args.cases.split(","):
         case = Case.parse(text)
         batch = make_batch(rig, case.lens(), case.prefix, is_decode=case.is_decode)
@@ -178,11 +184,18 @@ def measure_cases(
                 print(f"out of time before {text} {path}", flush=True)
                 continue
             key = key_of(case, path, rig.sizes)
-            row = asdict(case) | {"path": path, "key": str(key)}
+            row: dict[str, Any] = {
+                "shape": args.shape,
+                "tokens": case.num_tokens,
+                "requests": case.num_requests,
+                "prefix": case.prefix,
+                "path": path,
+                "key": str(key),
+            }
             if log is not None:
                 log.read()
             row |= measure(rig, path, key, batch, args.repeats)
-            row |= {"temp_bytes": rig.temp_bytes[path, key]}
+            row |= {"temp_bytes": rig.temp_bytes[path, key], "floor_ms": floor_ms(rig, case, floor)}
             if log is not None:
                 row |= graph_facts(log, path, key)
             rows.append(row)
@@ -232,8 +245,8 @@ def measure(
     result = {name: round(statistics.median(s) * 1e3, 3) for name, s in samples.items()}
     return result | {
         "wall_min_ms": round(min(samples["wall_ms"]) * 1e3, 3),
-        "back_to_back_ms": in_a_row(whole, repeats),
-        "body_back_to_back_ms": in_a_row(body, repeats),
+        "busy_ms": in_a_row(whole, repeats),
+        "body_busy_ms": in_a_row(body, repeats),
         "repeats": repeats,
     }
 
@@ -277,6 +290,19 @@ def weight_stream(rig: "Rig") -> dict[str, float]:
     }
 
 
+def floor_ms(rig: "Rig", case: Case, floor: dict[str, float]) -> float:
+    """Weights and cached keys at the stream's rate, or the products at the card's: the longer."""
+    import jax
+
+    cached = case.prefix * case.num_requests * rig.state.pools[0].nbytes / rig.sizes.pool_tokens
+    read = floor["body_and_head_ms"] + cached / (floor["read_tb_per_s"] * 1e9)
+    named = zip(rig.tree.paths, rig.state.leaves, strict=True)
+    weights = sum(leaf.size for path, leaf in named if path.startswith("layers."))
+    is_h200 = "H200" in jax.devices()[0].device_kind
+    multiply = 2 * weights * case.num_tokens / H200_FLOPS * 1e3 if is_h200 else 0.0
+    return round(max(read, multiply), 3)
+
+
 def mix_executables(rig: "Rig", log: GraphLog) -> dict[str, Any]:
     """A server's mix: small bodies and heads in random order, random splits into requests."""
     import jax
@@ -316,7 +342,7 @@ def describe(rig: "Rig", args: argparse.Namespace) -> dict[str, Any]:
         "jaxlib": jaxlib.__version__,
         "python": sys.version.split()[0],
         "model": asdict(rig.config),
-        "note": "random weights; the Llama module, so without Qwen3's q/k norms",
+        "note": "random weights",
         "dtype": rig.dtype.name,
         "attention": rig.backend.name,
         "sizes": asdict(rig.sizes),
@@ -331,12 +357,15 @@ def describe(rig: "Rig", args: argparse.Namespace) -> dict[str, Any]:
 def print_table(report: dict[str, Any]) -> None:
     meta = report["meta"]
     print(f"\n{meta['device']}, jax {meta['jax']}, {meta['attention']}, floor {meta['floor']}")
-    names = ("wall_ms", "value_ms", "dispatch_ms", "back_to_back_ms", "body_back_to_back_ms")
-    title = f"{'tokens':>7}{'reqs':>5}{'prefix':>7}  {'path':10}"
-    print(title, *(f"{name:>21}" for name in names), "     temp_mb")
+    names = ("wall_ms", "value_ms", "dispatch_ms", "busy_ms", "floor_ms")
+    print(f"{'tokens':>7}{'reqs':>5}{'prefix':>7}  {'path':10}", *(f"{name:>12}" for name in names),
+          " over floor  graphs  nodes  updates  temp_mb")  # fmt: skip
     for row in report["rows"]:
-        head = f"{row['num_tokens']:7}{row['num_requests']:5}{row['prefix']:7}  {row['path']:10}"
-        print(head, *(f"{row[name]:21.3f}" for name in names), f"{row['temp_bytes'] / 1e6:13.1f}")
+        head = f"{row['tokens']:7}{row['requests']:5}{row['prefix']:7}  {row['path']:10}"
+        facts = (row.get(name, "") for name in ("graphs", "nodes", "graph_updates"))
+        print(head, *(f"{row[name]:12.3f}" for name in names),
+              f"{row['wall_ms'] / row['floor_ms']:11.2f}", *(f"{fact!s:>7}" for fact in facts),
+              f"{row['temp_bytes'] / 1e6:9.1f}")  # fmt: skip
 
 
 def run_peer(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxprefill.batch import Batch, BatchRow, SampleSpec
 from jaxprefill.cache.kv_cache import pool_shapes
@@ -28,29 +29,37 @@ from jaxprefill.prefill.compiler import (
 )
 from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
 from jaxprefill.prefill.forward import Body
+from jaxprefill.prefill.fused import make_body
 from jaxprefill.prefill.padding import BufferLayout
-from jaxprefill.prefill.staging import Staging
+from jaxprefill.prefill.staging import MARK, Staging, mark_job, pinned_sharding
 from jaxprefill.request import SamplingParams
 from jaxprefill.sampling.head import HeadFunctions
 from jaxprefill.sampling.pack import NUM_WORDS, RowToSample, pack_rows
 
 Executable = PrefillExecutable | LayerwiseExecutable
 
+
+def qwen3(
+    *, hidden: int, mlp: int, layers: int, q_heads: int, is_embedding_tied: bool
+) -> ModelConfig:
+    """A Qwen3 model's shape, q/k norms included."""
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=hidden, mlp_size=mlp,
+        num_layers=layers, num_q_heads=q_heads, num_kv_heads=8, head_dim=128,
+        context_length=40960, norm_eps=1e-6, rope=RopeConfig(theta=1e6), has_qk_norm=True,
+        is_embedding_tied=is_embedding_tied,
+    )  # fmt: skip
+
+
 MODELS = {
-    "qwen3-8b": ModelConfig(
-        architecture="LlamaForCausalLM", vocab_size=151936, hidden_size=4096, mlp_size=12288,
-        num_layers=36, num_q_heads=32, num_kv_heads=8, head_dim=128, context_length=40960,
-        norm_eps=1e-6, rope=RopeConfig(theta=1e6), is_embedding_tied=False,
-    ),
-    "qwen3-0.6b": ModelConfig(
-        architecture="LlamaForCausalLM", vocab_size=151936, hidden_size=1024, mlp_size=3072,
-        num_layers=28, num_q_heads=16, num_kv_heads=8, head_dim=128, context_length=40960,
-        norm_eps=1e-6, rope=RopeConfig(theta=1e6), is_embedding_tied=True,
-    ),
+    "qwen3-8b": qwen3(hidden=4096, mlp=12288, layers=36, q_heads=32, is_embedding_tied=False),
+    "qwen3-4b": qwen3(hidden=2560, mlp=9728, layers=36, q_heads=32, is_embedding_tied=True),
+    "qwen3-1.7b": qwen3(hidden=2048, mlp=6144, layers=28, q_heads=16, is_embedding_tied=True),
+    "qwen3-0.6b": qwen3(hidden=1024, mlp=3072, layers=28, q_heads=16, is_embedding_tied=True),
     "tiny": ModelConfig(
-        architecture="LlamaForCausalLM", vocab_size=512, hidden_size=128, mlp_size=256,
+        architecture="Qwen3ForCausalLM", vocab_size=512, hidden_size=128, mlp_size=256,
         num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=64, context_length=1024,
-        norm_eps=1e-6, rope=RopeConfig(theta=1e6), is_embedding_tied=False,
+        norm_eps=1e-6, rope=RopeConfig(theta=1e6), has_qk_norm=True, is_embedding_tied=False,
     ),
 }  # fmt: skip
 
@@ -130,7 +139,7 @@ def random_leaves(tree: ModelTree) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), len(tree.shapes))
     leaves: list[jax.Array] = []
     for key, path, leaf in zip(keys, tree.paths, tree.shapes, strict=True):
-        if path == "norms":
+        if "norm" in path:
             leaves.append(jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding))
             continue
         scale = 1.0 if path == "embedding" else leaf.shape[-1] ** -0.5
@@ -144,18 +153,20 @@ def compile_paths(rig: Rig, wanted: set[tuple[str, ShapeKey]]) -> None:
     jobs: list[CompileJob] = []
     bodies: dict[tuple[str, ShapeKey], Body] = {}
     for path, key in sorted(wanted):
-        layout = rig.layout(key, is_decode=path == "decode")
-        body = Body(rig.tree, rig.backend, layout, is_looped=jax.default_backend() == "cpu")
+        layout, platform = rig.layout(key, is_decode=path == "decode"), jax.default_backend()
+        if path in ("full", "decode"):
+            body = make_body(rig.tree, rig.backend, layout, platform=platform)
+        else:
+            body = Body(rig.tree, rig.backend, layout, is_looped=platform == "cpu")
         bodies[path, key] = body
         if path in ("full", "decode"):
-            jobs.append(PrefillExecutable.job(f"{path} {key}", body, rig.state))
+            jobs.append(PrefillExecutable.job(f"{path} {key}", body, rig.state, pinned()))
         else:
             jobs += LayerwiseExecutable.jobs(f"{path} {key}", body, rig.state)
     rows = slot_buckets(64)
     jobs += [_head_job(rig, count) for count in rows]
-    if jax.default_backend() == "gpu":
-        uploads = [Staging.job(body.layout, replicated(make_mesh())) for body in bodies.values()]
-        jobs += {job.name: job for job in uploads}.values()
+    if pinned() is not None:
+        jobs.append(mark_job(rig.state.hidden))
     done = compile_all(
         jobs,
         options=rig.options,
@@ -165,6 +176,12 @@ def compile_paths(rig: Rig, wanted: set[tuple[str, ShapeKey]]) -> None:
     rig.heads = {count: done[f"greedy {count}"] for count in rows}
     for (path, _), body in bodies.items():
         _assemble(rig, path, body, done)
+
+
+def pinned() -> NamedSharding | None:
+    """Where a GPU's executables find their int buffers; a CPU reads the host's memory as it is."""
+    is_staged = jax.default_backend() == "gpu"
+    return pinned_sharding(replicated(make_mesh())) if is_staged else None
 
 
 def _head_job(rig: Rig, rows: int) -> CompileJob:
@@ -184,8 +201,8 @@ def _head_job(rig: Rig, rows: int) -> CompileJob:
 def _assemble(rig: Rig, path: str, body: Body, done: dict[str, Compiled]) -> None:
     key, name = body.layout.key, f"{path} {body.layout.key}"
     if path in ("full", "decode"):
-        is_staged = jax.default_backend() == "gpu"
-        staging = Staging(body.layout, done, replicated(make_mesh())) if is_staged else None
+        everywhere = replicated(make_mesh())
+        staging = None if pinned() is None else Staging(body.layout, done[MARK], everywhere)
         rig.executables[path, key] = PrefillExecutable(key, body, done[name], staging)
         rig.temp_bytes[path, key] = done[name].record.temp_bytes
         return

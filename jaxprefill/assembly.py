@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.core import EngineCore
@@ -20,10 +20,11 @@ from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
 from jaxprefill.prefill.forward import Body
+from jaxprefill.prefill.fused import make_body
 from jaxprefill.prefill.padding import BufferLayout
 from jaxprefill.prefill.policy import PrefillPolicy
 from jaxprefill.prefill.runner import PrefillRunner
-from jaxprefill.prefill.staging import Staging
+from jaxprefill.prefill.staging import MARK, Staging, mark_job, pinned_sharding
 from jaxprefill.sampling.head import HeadFunctions, head_jobs
 from jaxprefill.sampling.pooling import PoolingRunner, pooling_jobs
 from jaxprefill.sampling.runner import HeadRunner
@@ -47,15 +48,14 @@ class Assembly:
         plan, jobs = self.plan, list[CompileJob]()
         if plan.config.prefill_backend == "full":
             for key in plan.ladder.keys:
-                jobs.append(PrefillExecutable.job(f"prefill {key}", self._body(key), self.shapes))
+                jobs.append(self._job(f"prefill {key}", self._whole(key)))
         if plan.config.prefill_backend == "layerwise":
             jobs += self._layerwise_jobs("layerwise", plan.ladder)
         jobs += self._layerwise_jobs("eager", plan.eager_ladder)
         for slots in plan.decode_slots:
             key = plan.decode_key(slots)
-            body = self._body(key, is_decode=True)
-            jobs.append(PrefillExecutable.job(f"decode {key}", body, self.shapes))
-        jobs += self._staging_jobs()
+            jobs.append(self._job(f"decode {key}", self._whole(key, is_decode=True)))
+        jobs += [mark_job(self.shapes.hidden)] if self._is_staged else []
         if plan.model.has_lm_head:
             split = VocabularySplit(plan.model.vocab_size, self.mesh.size)
             jobs += head_jobs(
@@ -99,7 +99,7 @@ class Assembly:
         decode = {
             slots: PrefillExecutable(
                 plan.decode_key(slots),
-                self._body(plan.decode_key(slots), is_decode=True),
+                self._whole(plan.decode_key(slots), is_decode=True),
                 compiled[f"decode {plan.decode_key(slots)}"],
                 self._staging(plan.layout(plan.decode_key(slots), is_decode=True), compiled),
             )
@@ -124,7 +124,7 @@ class Assembly:
             executables = {
                 key: PrefillExecutable(
                     key,
-                    self._body(key),
+                    self._whole(key),
                     compiled[f"prefill {key}"],
                     self._staging(plan.layout(key), compiled),
                 )
@@ -146,22 +146,21 @@ class Assembly:
             counters=counters,
         )
 
-    def _staging_jobs(self) -> list[CompileJob]:
-        """On a GPU, an upload for each length of buffer."""
-        plan = self.plan
-        if plan.device.platform != "gpu":
-            return []
-        layouts = [plan.layout(plan.decode_key(n), is_decode=True) for n in plan.decode_slots]
-        if plan.config.prefill_backend == "full":
-            layouts += [plan.layout(key) for key in plan.ladder.keys]
-        everywhere = replicated(self.mesh)
-        jobs = [Staging.job(layout, everywhere) for layout in layouts]
-        return list({job.name: job for job in jobs}.values())
+    def _job(self, name: str, body: Body) -> CompileJob:
+        return PrefillExecutable.job(name, body, self.shapes, self._pinned())
+
+    @property
+    def _is_staged(self) -> bool:
+        """A CPU reads the host's memory as it is."""
+        return self.plan.device.platform == "gpu"
+
+    def _pinned(self) -> NamedSharding | None:
+        return pinned_sharding(replicated(self.mesh)) if self._is_staged else None
 
     def _staging(self, layout: BufferLayout, compiled: dict[str, Compiled]) -> Staging | None:
-        """A CPU reads the host's memory as it is."""
-        is_needed = self.plan.device.platform == "gpu"
-        return Staging(layout, compiled, replicated(self.mesh)) if is_needed else None
+        if not self._is_staged:
+            return None
+        return Staging(layout, compiled[MARK], replicated(self.mesh))
 
     def _layerwise_jobs(self, path: str, ladder: BucketLadder) -> list[CompileJob]:
         return [
@@ -179,10 +178,16 @@ class Assembly:
             found[key].bind(state)
         return found
 
-    def _body(self, key: ShapeKey, *, is_decode: bool = False) -> Body:
-        is_cpu = self.plan.device.platform == "cpu"
+    def _whole(self, key: ShapeKey, *, is_decode: bool = False) -> Body:
+        """The pass as one executable."""
         layout = self.plan.layout(key, is_decode=is_decode)
-        return Body(self.tree, self.plan.backend, layout, is_looped=is_cpu)
+        platform = self.plan.device.platform
+        return make_body(self.tree, self.plan.backend, layout, platform=platform)
+
+    def _body(self, key: ShapeKey) -> Body:
+        """The pass that is run layer by layer."""
+        is_cpu = self.plan.device.platform == "cpu"
+        return Body(self.tree, self.plan.backend, self.plan.layout(key), is_looped=is_cpu)
 
     def _state_shapes(self) -> StateShapes:
         plan, everywhere = self.plan, replicated(self.mesh)

@@ -11,8 +11,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxprefill.kernels.attention.api import NO_ROW
 from jaxprefill.kernels.attention.cases import CASES, AttentionCase, make_inputs
-from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON, make_attend
+from jaxprefill.kernels.attention.pallas_triton import (
+    PALLAS_TRITON,
+    make_attend,
+    make_attend_to_projection,
+    num_arrivals,
+)
 from jaxprefill.kernels.attention.reference import read_pages, reference_attention
+from jaxprefill.models.layers import rms_norm, rotate
 from jaxprefill.prefill.compiler import CPU_OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -25,16 +31,18 @@ SPLIT_CASES = (
         name="split_decode", q_lens=(1, 1, 1), kv_lens=(900, 256, 1), q_heads=8, num_tokens=4,
         max_context=1024, is_decode=True,
     ),
+    AttentionCase(
+        name="split_window", q_lens=(30,), kv_lens=(930,), q_heads=8, num_tokens=64,
+        max_context=1024, window=600,
+    ),
 )  # fmt: skip
 SUPPORTED = tuple(
-    case
-    for case in (*CASES, *SPLIT_CASES)
-    if case.head_dim & (case.head_dim - 1) == 0 and case.window is None
+    case for case in (*CASES, *SPLIT_CASES) if case.head_dim & (case.head_dim - 1) == 0
 )
 # Interpretation takes seconds a case: the rest is marked slow.
 QUICK = {
     "plain", "chunk_after_unaligned_prefix", "gqa_7", "decode_one_slot", "decode_rows_and_chunk",
-    "split_prefill", "split_decode",
+    "split_prefill", "split_decode", "split_window",
 }  # fmt: skip
 on_supported_cases = pytest.mark.parametrize(
     "case",
@@ -50,7 +58,8 @@ def compiled(case, dtype):
     """One compilation a case and dtype serves every test of it; interpreted on a CPU."""
     inputs = make_inputs(case, PALLAS_TRITON)
     is_cpu = jax.default_backend() == "cpu"
-    lowered = jax.jit(make_attend(inputs.tiles, interpret=is_cpu)).lower(*arguments(inputs, dtype))
+    attend = make_attend(inputs.tiles, case.spec, interpret=is_cpu)
+    lowered = jax.jit(attend).lower(*arguments(inputs, dtype))
     return lowered.compile(compiler_options=CPU_OPTIONS if is_cpu else {})
 
 
@@ -90,7 +99,8 @@ def reference(case, pages):
         parts, start = [], 0
         for q_len, kv_len, own in zip(case.q_lens, case.kv_lens, pages, strict=True):
             keys, values = read_pages(pool, list(own), kv_len)
-            parts.append(reference_attention(q[start : start + q_len], keys, values))
+            queries = q[start : start + q_len]
+            parts.append(reference_attention(queries, keys, values, case.spec))
             start += q_len
         return jnp.concatenate(parts)
 
@@ -135,6 +145,75 @@ def test_nan_in_what_must_not_be_read_changes_no_bit(case):
     dirty, _ = run(case, poisoned(case, inputs))
     real = case.num_real_tokens
     np.testing.assert_array_equal(dirty[:real], clean[:real])
+
+
+PROJECTION_CASES = tuple(
+    case
+    for case in SUPPORTED
+    if case.name in ("chunk_after_long_prefix", "split_prefill", "split_window", "decode_uneven")
+)
+
+
+@functools.cache
+def compiled_projection(case, has_norms, dtype):
+    inputs, is_cpu = make_inputs(case, PALLAS_TRITON), jax.default_backend() == "cpu"
+    attend = make_attend_to_projection(inputs.tiles, case.spec, norm_eps=1e-6, interpret=is_cpu)
+    operands = projection(case, inputs, has_norms=has_norms, dtype=dtype)
+    pool = jnp.asarray(inputs.pool, dtype)
+    counters = jnp.zeros(num_arrivals(inputs.tiles, case.kv_heads), jnp.int32)
+    arguments = (*operands, pool, inputs.batch, jnp.int32(inputs.first_page), counters)
+    lowered = jax.jit(attend).lower(*arguments)
+    return lowered.compile(compiler_options=CPU_OPTIONS if is_cpu else {})
+
+
+def projection(case, inputs, *, has_norms, dtype=jnp.float32):
+    """(qkv, rotary, qk_norms) with the inputs' q, k and v as the projection's rows."""
+    rng = np.random.default_rng(7)
+    angle = rng.uniform(0, 6, (case.num_tokens, case.head_dim // 2)).astype(np.float32)
+    norms = jnp.asarray(rng.uniform(0.5, 2, (2, case.head_dim)), dtype) if has_norms else None
+    qkv = np.concatenate([inputs.q, inputs.k, inputs.v], axis=1)
+    return jnp.asarray(qkv, dtype), jnp.stack([np.cos(angle), np.sin(angle)]), norms
+
+
+def rotated(case, inputs, operands):
+    """The inputs with q and k as a layer would hand them to attention."""
+    qkv, rotary, norms = operands
+    heads = case.q_heads + case.kv_heads
+    rows = jnp.asarray(qkv, jnp.float32)[:, :heads]
+    if norms is not None:
+        by_head = np.repeat([0, 1], [case.q_heads, case.kv_heads])
+        rows = rms_norm(rows, jnp.ones(case.head_dim), 1e-6) * norms[by_head].astype(jnp.float32)
+    rows = np.asarray(rotate(rows, rotary).astype(qkv.dtype), np.float32)
+    return replace(inputs, q=rows[:, : case.q_heads], k=rows[:, case.q_heads :])
+
+
+@pytest.mark.parametrize("has_norms", [False, True], ids=["no_norms", "norms"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
+        for case in PROJECTION_CASES
+    ],
+)
+def test_attention_to_a_projection_norms_and_rotates_its_rows(case, has_norms):
+    dtype, limit = (jnp.float32, 1e-5) if jax.default_backend() == "cpu" else (jnp.bfloat16, 1e-2)
+    inputs = poisoned(case, rounded(make_inputs(case, PALLAS_TRITON, peaked=True), dtype))
+    operands = projection(case, inputs, has_norms=has_norms, dtype=dtype)
+    pool = jnp.asarray(inputs.pool, dtype)
+    call = compiled_projection(case, has_norms, dtype)
+    counters = jnp.zeros(num_arrivals(inputs.tiles, case.kv_heads), jnp.int32)
+    out, found_pool, counters = call(
+        *operands, pool, inputs.batch, jnp.int32(inputs.first_page), counters
+    )
+    assert not np.asarray(counters).any(), "ready for the next launch"
+    out, found_pool = np.asarray(out, np.float32), np.asarray(found_pool, np.float32)
+    clean = rotated(case, inputs, operands)
+    want, want_pool = expected(case, clean), pool_after(case, clean)
+    error = np.linalg.norm(out[: len(want)] - want)
+    assert error <= limit * np.linalg.norm(want)
+    written = ~np.isnan(found_pool)
+    assert written.sum() == (~np.isnan(want_pool)).sum()
+    np.testing.assert_allclose(found_pool[written], want_pool[written], rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=str)

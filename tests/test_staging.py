@@ -1,31 +1,71 @@
-"""The device's copy of the int buffer: one address, the newest words, the host's left alone."""
+"""Buffers in pinned memory: executables read them, and a slot is rewritten only when read."""
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxprefill.models.sharding import make_mesh, replicated
-from jaxprefill.prefill.compiler import CPU_OPTIONS, compile_job
-from jaxprefill.prefill.staging import Staging
+from jaxprefill.prefill.compiler import CPU_OPTIONS, CompileJob, compile_job
+from jaxprefill.prefill.staging import Staging, mark_job, pinned_sharding
+
+HIDDEN = jax.ShapeDtypeStruct((4, 8), np.float32)
 
 
-def test_each_put_replaces_every_word_at_one_address(engine):
-    everywhere = replicated(make_mesh())
+@pytest.fixture
+def staging(engine):
+    mark = compile_job(mark_job(HIDDEN), CPU_OPTIONS)
     layout = engine.plan.layout(engine.plan.ladder.keys[0])
-    job = Staging.job(layout, everywhere)
-    assert not job.is_graph and job.donated == (0,)
-    staging = Staging(layout, {job.name: compile_job(job, CPU_OPTIONS)}, everywhere)
-    addresses = set()
-    for seed in range(3):
-        words = np.random.default_rng(seed).integers(0, 1000, layout.num_words, np.int32)
-        kept = words.copy()
+    return Staging(layout, mark, replicated(make_mesh())), layout.num_words
+
+
+def test_an_executable_reads_what_was_put_last_and_slots_come_round(staging):
+    staged, num_words = staging
+    pinned = pinned_sharding(replicated(make_mesh()))
+    job = CompileJob(
+        name="total of 8 words",
+        function=lambda words, hidden: (words[:8].sum(), hidden + 1),
+        arguments=(jax.ShapeDtypeStruct((num_words,), np.int32, sharding=pinned), HIDDEN),
+        pinned=(0,),
+    )
+    assert job.module_name == "total_of_8_words"
+    compiled = compile_job(job, CPU_OPTIONS).call
+    hidden, operands = jnp.zeros(HIDDEN.shape), set()
+    for step in range(20):
+        words = np.full(num_words, step, np.int32)
         words.flags.writeable = False
-        found = staging.put(words)
-        np.testing.assert_array_equal(np.asarray(found), kept)
-        np.testing.assert_array_equal(words, kept)
-        addresses.add(found.unsafe_buffer_pointer())
-    assert len(addresses) == 1
+        operand = staged.put(words)
+        total, hidden = compiled(operand, hidden)
+        staged.launched(hidden)
+        operands.add(operand.unsafe_buffer_pointer())
+        assert total == 8 * step
+    assert len(operands) == 8
 
 
-def test_shapes_of_one_length_share_an_upload(engine):
-    first, *rest = (engine.plan.layout(key) for key in engine.plan.ladder.keys)
-    assert Staging.job_name(first) == f"upload {first.num_words}"
-    assert {Staging.job_name(one) for one in rest} != {Staging.job_name(first)}
+def test_a_half_is_not_written_before_its_mark_is_done(staging):
+    staged, num_words = staging
+    waited = []
+
+    class Mark:
+        def __init__(self, step):
+            self.step = step
+
+        def block_until_ready(self):
+            waited.append(self.step)
+
+    steps = iter(range(100))
+    staged._mark = lambda hidden: Mark(next(steps))
+    for _ in range(24):
+        staged.put(np.zeros(num_words, np.int32))
+        staged.launched(jnp.zeros(HIDDEN.shape))
+    assert waited == [0, 1, 2, 3], "each half waits for its own mark of a round before"
+
+
+def test_a_job_over_one_device_keeps_its_pinned_operand(engine):
+    pinned = pinned_sharding(replicated(make_mesh()))
+    shape = jax.ShapeDtypeStruct((4,), np.int32, sharding=pinned)
+    job = CompileJob(name="x", function=lambda x: x * 2, arguments=(shape,), pinned=(0,))
+    moved = replace(job).over(make_mesh())
+    assert moved.pinned == (0,) and moved.arguments[0].sharding == pinned

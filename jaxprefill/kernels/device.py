@@ -6,6 +6,10 @@ from pathlib import Path
 
 import jax
 
+# From so many rows a GPU's products return their operands' dtype: float32 results cost more to
+# write and read again than they are worth (H200, 2048 tokens: 52.4 -> 50.4 ms a pass).
+NARROW_ROWS = 512
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
@@ -41,6 +45,11 @@ def describe_device() -> DeviceInfo:
         num_devices=jax.device_count(),
         num_processes=jax.process_count(),
     )
+
+
+def prefers_narrow_results() -> bool:
+    """Whether products of many rows should return their operands' dtype."""
+    return jax.default_backend() == "gpu"
 
 
 def free_memory_bytes() -> int | None:

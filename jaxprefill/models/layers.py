@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxprefill.config import Activation
+from jaxprefill.kernels.device import NARROW_ROWS, prefers_narrow_results
 from jaxprefill.models.sharding import LogicalAxes
 
 
@@ -56,12 +57,21 @@ def weight_by_layer(arrays: Sequence[Array], layer: Int32[Array, ""]) -> WeightB
 def linear(
     x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"] | WeightByLayer
 ) -> Float[Array, "T outputs"]:
-    """X @ weight.T in the weight's dtype, accumulated and returned in float32."""
+    """X @ weight.T in the weight's dtype, accumulated in float32.
+
+    Returned in float32, or in the weight's dtype where that is written faster (see `device`).
+    float32 products are not rounded to TensorFloat-32.
+    """
     if isinstance(weight, WeightByLayer):
         return weight.apply(partial(linear, x))
     contract = (((1,), (1,)), ((), ()))
+    is_narrow = len(x) >= NARROW_ROWS and prefers_narrow_results()
     return lax.dot_general(
-        x.astype(weight.dtype), weight, contract, preferred_element_type=jnp.float32
+        x.astype(weight.dtype),
+        weight,
+        contract,
+        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+        preferred_element_type=weight.dtype if is_narrow else jnp.float32,
     )
 
 
@@ -78,7 +88,7 @@ def gated_mlp(
     gate_up: Float[Array, "T twice"], activation: Activation = "silu"
 ) -> Float[Array, "T half"]:
     """activation(gate) * up, for a fused projection whose first half is the gate."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     if activation == "silu":
         return jax.nn.silu(gate) * up
     return jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up
@@ -103,6 +113,6 @@ def rotate(
     """
     cos, sin = table[:, :, None]
     half = table.shape[-1]
-    low, high, rest = jnp.split(x, (half, 2 * half), axis=-1)
+    low, high, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
     parts = [low * cos - high * sin, high * cos + low * sin, rest]
     return jnp.concatenate(parts[: 2 if rest.shape[-1] == 0 else 3], axis=-1)

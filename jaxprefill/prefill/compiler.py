@@ -58,6 +58,7 @@ class CompileJob:
     Attributes:
         is_graph: on a GPU, captured as one CUDA graph; all its operands and results keep their
             addresses from call to call.
+        pinned: arguments that lie in pinned host memory; moved to the device before all else.
         out_specs: how each output lies on the mesh, where there is more than one device.
     """
 
@@ -67,6 +68,7 @@ class CompileJob:
     donated: tuple[int, ...] = ()
     cost: int = 0
     is_graph: bool = True
+    pinned: tuple[int, ...] = ()
     out_specs: Any = EVERYWHERE
 
     @property
@@ -122,7 +124,10 @@ def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
 
 def _named(job: CompileJob) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        return job.function(*arguments)
+        moved = {
+            index: jax.device_put(arguments[index], jax.memory.Space.Device) for index in job.pinned
+        }
+        return job.function(*(moved.get(index, x) for index, x in enumerate(arguments)))
 
     call.__name__ = job.module_name
     return call

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.batch import Batch
@@ -46,11 +47,15 @@ class PrefillExecutable:
         state.pools, state.hidden = self._compiled(
             state.leaves, state.pools, state.hidden, state.last_tokens, words
         )
+        if self._staging is not None:
+            self._staging.launched(state.hidden)
 
     @staticmethod
-    def job(name: str, body: Body, state: StateShapes) -> CompileJob:
-        """What must be compiled."""
-        buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
+    def job(
+        name: str, body: Body, state: StateShapes, pinned: NamedSharding | None = None
+    ) -> CompileJob:
+        """What must be compiled; `pinned` is where a staged buffer lies."""
+        buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32, sharding=pinned)
         arguments = (state.leaves, state.pools, state.hidden, state.last_tokens, buffer)
         cost = body.layout.key.num_tokens * body.tree.config.num_layers
         return CompileJob(
@@ -59,6 +64,7 @@ class PrefillExecutable:
             arguments=arguments,
             donated=(1, 2),
             cost=cost,
+            pinned=() if pinned is None else (4,),
             out_specs=(specs_of(state.pools), EVERYWHERE),
         )
 

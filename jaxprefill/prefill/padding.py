@@ -63,6 +63,14 @@ class BufferLayout:
         """Length of the buffer in int32 words."""
         return self.slices["page_table"].stop
 
+    @cached_property
+    def empty(self) -> Buffer:
+        """The buffer of no request, read-only."""
+        buffer = np.zeros(self.num_words, np.int32)
+        buffer[self.slices["kv_rows"]] = NO_ROW
+        buffer.flags.writeable = False
+        return buffer
+
     def fields(self, buffer: Buffer) -> dict[str, Int32[np.ndarray, "..."]]:
         """Views of a buffer's fields."""
         return {name: buffer[at].reshape(self.shapes[name]) for name, at in self.slices.items()}
@@ -75,13 +83,9 @@ def pad(batch: Batch, layout: BufferLayout) -> Buffer:
         CapacityError: more tokens, requests or context than the shape holds.
     """
     check_fits(batch, layout.key)
-    buffer = np.empty(layout.num_words, np.int32)
+    buffer = layout.empty.copy()
     fields = layout.fields(buffer)
     fields["num_tokens"][...] = batch.num_tokens
-    for name in ("ids", "positions", "q_lens", "kv_lens", "tile_slot", "tile_start"):
-        fields[name].fill(0)
-    fields["page_table"].fill(0)
-    fields["kv_rows"].fill(NO_ROW)
     fields["q_starts"].fill(batch.num_tokens)
     at = 0
     for index, row in enumerate(batch.rows):

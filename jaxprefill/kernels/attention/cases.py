@@ -22,6 +22,7 @@ class AttentionCase:
     Attributes:
         num_tokens, num_slots, max_context: the compiled shape, padding included.
         is_decode: every request has one new token, in the row of its slot.
+        window: keys a query sees; None: all.
     """
 
     name: str

@@ -14,12 +14,15 @@ Where few programs face a long context, several share a tile's cached keys (spli
 leaves a part and its weight, and a second kernel adds the parts in a fixed order. A tile whose
 cached keys are few is done by one program, and the second kernel passes it by.
 
+`make_attend` takes rotated queries and keys; `make_attend_to_projection` takes the rows of a fused
+qkv projection and first norms and rotates their heads in place, in a kernel of its own.
+
 Nothing is masked on load or store: an index past the end repeats the last live one, so a dead
 query row computes and stores what its tile's last live row does, and a stale page is never read.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +40,7 @@ from jaxprefill.kernels.attention.api import (
     Capabilities,
     RaggedBatch,
 )
+from jaxprefill.kernels.attention.rotation import norm_and_rotate
 from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
 
 _MASKED = -1e30
@@ -46,6 +50,19 @@ _MAX_PAGE_SIZE = 128
 _WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 _MAX_SPLITS = 16
 _MIN_SPLIT_BLOCKS = 4  # a split of fewer key blocks costs more than it saves
+# See `make_attend_to_projection`.
+AttendToProjection = Callable[
+    [
+        Float[Array, "T heads D"],
+        Float[Array, "2 T half"],
+        Float[Array, "2 D"] | None,
+        Shaped[Array, "2 K P S D"],
+        RaggedBatch,
+        Int32[Array, ""],
+        Int32[Array, " counters"],
+    ],
+    tuple[Float[Array, "T H D"], Shaped[Array, "2 K P S D"], Int32[Array, " counters"]],
+]
 Ref = Any  # a Pallas reference: [index] loads and stores; jax has no public type for it
 Carry = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows D"]]
 
@@ -58,8 +75,11 @@ class _Sizes(NamedTuple):
     num_tiles: int
     num_splits: int
     group: int
+    kv_heads: int
     page_size: int
-    scale: float
+    dim: int
+    window: int | None
+    interpret: bool
 
     @property
     def padded_group(self) -> int:
@@ -69,30 +89,69 @@ class _Sizes(NamedTuple):
     def num_rows(self) -> int:
         return max(self.tile_q * self.padded_group, _MIN_DOT)
 
+    @property
+    def scale(self) -> float:
+        """Of scores whose exponents are base 2."""
+        return self.dim**-0.5 * _LOG2_E
+
+
+class _Separate(NamedTuple):
+    """Queries, keys and values of the new tokens in arrays of their own."""
+
+    q: Any  # [T, H, D]
+    k: Any  # [T, K, D]
+    v: Any  # [T, K, D]
+
+    def queries(self, token: Any, head: Any, _: _Sizes) -> Shaped[Array, "n D"]:
+        return self.q[token, head, :]
+
+    def keys(self, token: Any, head: Any, _: _Sizes) -> Shaped[Array, "n D"]:
+        return self.k[token, head, :]
+
+    def values(self, token: Any, head: Any, _: _Sizes) -> Shaped[Array, "n D"]:
+        return self.v[token, head, :]
+
+
+class _Stacked(NamedTuple):
+    """The same in one array: query heads, then key heads, then value heads."""
+
+    qkv: Any  # [T, H + 2K, D]
+
+    def queries(self, token: Any, head: Any, _: _Sizes) -> Shaped[Array, "n D"]:
+        return self.qkv[token, head, :]
+
+    def keys(self, token: Any, head: Any, sizes: _Sizes) -> Shaped[Array, "n D"]:
+        return self.qkv[token, head + sizes.kv_heads * sizes.group, :]
+
+    def values(self, token: Any, head: Any, sizes: _Sizes) -> Shaped[Array, "n D"]:
+        return self.qkv[token, head + sizes.kv_heads * (sizes.group + 1), :]
+
 
 class _Refs(NamedTuple):
-    """The kernel's operands and results; `pool_in` and `pool` are one array, q and out too."""
+    """The kernel's operands and results; `pool_in` and `pool` are one array."""
 
-    q: Ref  # [T, H, D]
-    k: Ref  # [T, K, D]
-    v: Ref  # [T, K, D]
+    new: _Separate | _Stacked
     pool_in: Ref  # [2, K, P * S, D]
     batch: Any  # RaggedBatch of refs, num_tiles [1]
     first_page: Ref  # [1]
+    arrivals_in: Ref  # None, or [N * K]: zeros between launches
     out: Ref  # [T, H, D]
     pool: Ref  # [2, K, P * S, D]
     parts: Ref = None  # [splits, T, H, D], float32
     weights: Ref = None  # [splits, T, H]: base-2 logarithms of softmax sums
+    arrivals: Ref = None  # None: the parts are merged by a kernel of their own
 
 
 class _Tile(NamedTuple):
     """One tile's integers: new tokens `start` to `end` of a request with `prefix` cached ones."""
 
+    number: Int32[Array, ""]
     slot: Int32[Array, ""]
     first: Int32[Array, ""]  # token row of the request's first new token
     start: Int32[Array, ""]
     end: Int32[Array, ""]
     prefix: Int32[Array, ""]
+    first_block: Int32[Array, ""]  # of cached keys that some query of the tile sees
     split_blocks: Int32[Array, ""]  # blocks of cached keys a split takes
     num_splits: Int32[Array, ""]  # splits that have any
 
@@ -119,67 +178,139 @@ def make_attend(
     shape: TileShape, spec: AttentionSpec = CAUSAL, *, interpret: bool = False
 ) -> Attend:
     """Attention of one compiled shape; `interpret` runs it on any device, slowly."""
-    assert spec == CAUSAL, "capabilities are checked at start-up"
 
     def write_and_attend(q, k, v, pool, batch, first_page):  # pyright: ignore
-        kv_heads, num_pages, page_size, dim = pool.shape[1:]
-        sizes = _Sizes(
-            tile_q=shape.tile_q,
-            block_k=shape.block_k,
-            num_tiles=len(batch.tile_slot),
-            num_splits=_num_splits(shape, len(q), kv_heads, page_size),
-            group=q.shape[1] // kv_heads,
-            page_size=page_size,
-            scale=dim**-0.5 * _LOG2_E,
-        )
-        rows = pool.reshape(2, kv_heads, num_pages * page_size, dim)
-        batch = batch._replace(num_tiles=batch.num_tiles.reshape(1))
-        operands = (q, k, v, rows, batch, first_page.reshape(1))
-        out, rows, *parts = _launch(sizes, operands, interpret=interpret)
-        if parts:
-            out = _launch_merge(sizes, batch, parts, out, interpret=interpret)
-        return out, rows.reshape(pool.shape)
+        sizes = _sizes(shape, spec, q.shape, pool.shape, interpret=interpret)
+        out, pool, _ = _attend(sizes, _Separate(q, k, v), pool, batch, first_page, None)
+        return out, pool
 
     return write_and_attend
 
 
-def _num_splits(shape: TileShape, num_tokens: int, kv_heads: int, page_size: int) -> int:
+def make_attend_to_projection(
+    shape: TileShape, spec: AttentionSpec, *, norm_eps: float, interpret: bool = False
+) -> AttendToProjection:
+    """The same, of a qkv projection's rows as they are; parts of a tile are merged on the way.
+
+    (qkv [T, H + 2K, D], rotary [2, T, D / 2], qk_norms [2, D] or None, pool, batch, first_page,
+    arrivals) -> (out [T, H, D], pool, arrivals); arrivals holds `num_arrivals` zeros or more.
+    """
+
+    def write_and_attend(qkv, rotary, qk_norms, pool, batch, first_page, arrivals):  # pyright: ignore
+        kv_heads = pool.shape[1]
+        q_shape = (len(qkv), qkv.shape[1] - 2 * kv_heads, qkv.shape[2])
+        sizes = _sizes(shape, spec, q_shape, pool.shape, interpret=interpret)
+        rows = norm_and_rotate(
+            qkv, rotary, qk_norms, kv_heads=kv_heads, norm_eps=norm_eps, interpret=interpret
+        )
+        out, pool, left = _attend(sizes, _Stacked(rows), pool, batch, first_page, arrivals)
+        return out, pool, arrivals if left is None else left
+
+    return write_and_attend
+
+
+def num_arrivals(shape: TileShape, kv_heads: int) -> int:
+    """Counters that `make_attend_to_projection` needs."""
+    return shape.num_tiles * kv_heads
+
+
+def _sizes(
+    shape: TileShape,
+    spec: AttentionSpec,
+    q_shape: tuple[int, ...],
+    pool_shape: tuple[int, ...],
+    *,
+    interpret: bool,
+) -> _Sizes:
+    kv_heads, _, page_size, dim = pool_shape[1:]
+    return _Sizes(
+        tile_q=shape.tile_q,
+        block_k=shape.block_k,
+        num_tiles=shape.num_tiles,
+        num_splits=_num_splits(shape, spec, q_shape[0], kv_heads, page_size),
+        group=q_shape[1] // kv_heads,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        dim=dim,
+        window=spec.window,
+        interpret=interpret,
+    )
+
+
+def _attend(
+    sizes: _Sizes,
+    new: _Separate | _Stacked,
+    pool: Array,
+    batch: RaggedBatch,
+    first_page: Array,
+    arrivals: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    """(out, pool, arrivals if this launch has used them)."""
+    rows = pool.reshape(2, sizes.kv_heads, -1, sizes.dim)
+    batch = batch._replace(num_tiles=batch.num_tiles.reshape(1))
+    counters = arrivals if sizes.num_splits > 1 else None
+    results = _launch(sizes, _Operands(new, rows, batch, first_page.reshape(1), counters))
+    out, rows, *parts = results
+    if parts and arrivals is None:
+        out = _launch_merge(sizes, batch, parts, out)
+    return out, rows.reshape(pool.shape), parts[2] if len(parts) == 3 else None
+
+
+def _num_splits(
+    shape: TileShape, spec: AttentionSpec, num_tokens: int, kv_heads: int, page_size: int
+) -> int:
     """Programs to share a tile's cached keys, from the tiles a full bucket has at least."""
-    if shape.pages_per_slot * page_size <= _MIN_SPLIT_BLOCKS * shape.block_k:
+    context = min(shape.pages_per_slot * page_size, spec.window or 2**31)
+    if context <= _MIN_SPLIT_BLOCKS * shape.block_k:
         return 1
     programs = max(num_tokens // shape.tile_q, 1) * kv_heads
     return min(_power_of_two(max(_WANTED_PROGRAMS // programs, 1)), _MAX_SPLITS)
 
 
-def _launch(sizes: _Sizes, operands: tuple[Any, ...], *, interpret: bool) -> tuple[Array, ...]:
-    """Out and pool, in the place of q and pool, then parts and weights where tiles are split."""
-    q, kv_heads = operands[0], operands[3].shape[1]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, operands[3])]
+class _Operands(NamedTuple):
+    """See `_Refs`."""
+
+    new: Any
+    pool: Any
+    batch: Any
+    first_page: Any
+    arrivals: Any
+
+
+def _launch(sizes: _Sizes, operands: _Operands) -> tuple[Array, ...]:
+    """Out, pool in its place; where tiles are split parts, weights, and arrivals if given."""
+    new, pool = operands.new, operands.pool
+    out = (len(new[0]), sizes.kv_heads * sizes.group, sizes.dim)
+    shapes = [jax.ShapeDtypeStruct(x, pool.dtype) for x in (out, pool.shape)]
+    aliases = {len(new): 1}
+    if isinstance(new, _Separate):
+        aliases[0] = 0  # the result takes the place of q
     if sizes.num_splits > 1:
-        part = (sizes.num_splits, *q.shape)
+        part = (sizes.num_splits, *out)
         shapes += [jax.ShapeDtypeStruct(size, jnp.float32) for size in (part, part[:-1])]
+    if operands.arrivals is not None:
+        aliases[len(jax.tree.leaves(operands)) - 1] = len(shapes)
+        shapes.append(jax.ShapeDtypeStruct(operands.arrivals.shape, jnp.int32))
     call = pl.pallas_call(
         functools.partial(_kernel, sizes=sizes),  # fresh: jax #40847
-        grid=(sizes.num_tiles, kv_heads, sizes.num_splits),
+        grid=(sizes.num_tiles, sizes.kv_heads, sizes.num_splits),
         out_shape=shapes,
-        input_output_aliases={0: 0, 3: 1},
+        input_output_aliases=aliases,
         compiler_params=_compiler_params(sizes),
-        interpret=interpret,
+        interpret=sizes.interpret,
         name="ragged_paged_attention",
     )
     return tuple(call(*operands))
 
 
-def _launch_merge(
-    sizes: _Sizes, batch: RaggedBatch, parts: Sequence[Array], out: Array, *, interpret: bool
-) -> Array:
+def _launch_merge(sizes: _Sizes, batch: RaggedBatch, parts: Sequence[Array], out: Array) -> Array:
     call = pl.pallas_call(
         functools.partial(_merge_kernel, sizes=sizes),
         grid=(sizes.num_tiles, out.shape[1]),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={len(batch) + 2: 0},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
+        interpret=sizes.interpret,
         name="merge_attention_splits",
     )
     return call(batch, *parts, out)
@@ -190,9 +321,15 @@ def _compiler_params(sizes: _Sizes) -> plt.CompilerParams:
 
 
 def _kernel(
-    q: Ref, k: Ref, v: Ref, pool_in: Ref, batch: Any, first_page: Ref, *results: Ref, sizes: _Sizes
+    new: Any,
+    pool_in: Ref,
+    batch: Any,
+    first_page: Ref,
+    arrivals: Any,
+    *results: Ref,
+    sizes: _Sizes,
 ) -> None:
-    refs = _Refs(q, k, v, pool_in, batch, first_page, *results)
+    refs = _Refs(new, pool_in, batch, first_page, arrivals, *results)
     # Later tiles of a request see more keys: they start first.
     index, head = sizes.num_tiles - 1 - pl.program_id(0), pl.program_id(1)
     split = pl.program_id(2)
@@ -214,14 +351,20 @@ def _read_tile(batch: Any, index: Int32[Array, ""], sizes: _Sizes) -> _Tile:
     slot, start = batch.tile_slot[index], batch.tile_start[index]
     q_len = batch.q_lens[slot]
     prefix = batch.kv_lens[slot] - q_len
-    blocks = pl.cdiv(prefix, sizes.block_k)
+    first_block = jnp.int32(0)
+    if sizes.window is not None:
+        oldest = jnp.maximum(prefix + start - (sizes.window - 1), 0)
+        first_block = jnp.minimum(oldest, prefix) // sizes.block_k
+    blocks = pl.cdiv(prefix, sizes.block_k) - first_block
     split_blocks = jnp.maximum(pl.cdiv(blocks, sizes.num_splits), _MIN_SPLIT_BLOCKS)
     return _Tile(
+        number=index,
         slot=slot,
         first=batch.q_starts[slot],
         start=start,
         end=jnp.minimum(start + sizes.tile_q, q_len),
         prefix=prefix,
+        first_block=first_block,
         split_blocks=split_blocks,
         num_splits=jnp.maximum(pl.cdiv(blocks, split_blocks), 1),
     )
@@ -231,8 +374,8 @@ def _write_kv(refs: _Refs, tile: _Tile, head: Int32[Array, ""], sizes: _Sizes) -
     """The tile's new K and V into their pool rows."""
     token = tile.first + _last_live(tile, _iota(sizes.tile_q))
     row = refs.batch.kv_rows[token] + refs.first_page[0] * sizes.page_size
-    refs.pool[0, head, row, :] = refs.k[token, head, :].astype(refs.pool.dtype)
-    refs.pool[1, head, row, :] = refs.v[token, head, :].astype(refs.pool.dtype)
+    refs.pool[0, head, row, :] = refs.new.keys(token, head, sizes).astype(refs.pool.dtype)
+    refs.pool[1, head, row, :] = refs.new.values(token, head, sizes).astype(refs.pool.dtype)
 
 
 def _last_live(tile: _Tile, offset: Int32[Array, " n"]) -> Int32[Array, " n"]:
@@ -248,31 +391,41 @@ def _attend_tile(
     token = _last_live(tile, row // sizes.padded_group)
     in_group = jnp.minimum(row % sizes.padded_group, sizes.group - 1)
     at, heads = tile.first + token, head * sizes.group + in_group
-    queries = refs.q[at, heads, :].astype(refs.pool.dtype)
+    queries = refs.new.queries(at, heads, sizes).astype(refs.pool.dtype)
     zeros = jnp.zeros((sizes.num_rows,), jnp.float32)
-    carry = (zeros + _MASKED, zeros, jnp.zeros(queries.shape, jnp.float32))
+    carry = (zeros + _MASKED, zeros, jnp.zeros((sizes.num_rows, sizes.dim), jnp.float32))
 
-    # This split's cached keys: all visible, but for the end of the last block.
+    def in_window(key, distance):  # pyright: ignore
+        """Whether a query sees `key`; `distance` from the tile's keys to its queries."""
+        if sizes.window is None:
+            return None
+        return key[None] > (token + distance)[:, None] - sizes.window
+
+    # This split's cached keys: all visible, but for the end of the last block and the window.
     def cached(block, carry):  # pyright: ignore
         key = block * block_k + _iota(block_k)
         keys, values = _load_cached(refs, tile, head, key, sizes)
         visible = jnp.broadcast_to((key < tile.prefix)[None], (sizes.num_rows, block_k))
+        visible = _both(visible, in_window(key, tile.prefix))
         return _online_softmax(queries, keys, values, carry, scale=sizes.scale, visible=visible)
 
     # New keys, in the first split: causal on the diagonal, all visible in the blocks before it.
     def new(block, carry, *, is_causal):  # pyright: ignore
         key = block * block_k + _iota(block_k)
         source = tile.first + jnp.minimum(key, tile.end - 1)
-        keys, values = refs.k[source, head, :], refs.v[source, head, :]
+        keys = refs.new.keys(source, head, sizes)
+        values = refs.new.values(source, head, sizes)
         visible = key[None] <= token[:, None] if is_causal else None
+        visible = _both(visible, in_window(key, 0))
         return _online_softmax(queries, keys, values, carry, scale=sizes.scale, visible=visible)
 
-    first = split * tile.split_blocks
+    first = tile.first_block + split * tile.split_blocks
     last = jnp.minimum(first + tile.split_blocks, pl.cdiv(tile.prefix, block_k))
     carry = lax.fori_loop(first, last, cached, carry)
     is_first = (split == 0).astype(jnp.int32)
+    oldest = 0 if sizes.window is None else _oldest_new(tile, sizes.window) // block_k
     diagonal, last = is_first * (tile.start // block_k), is_first * pl.cdiv(tile.end, block_k)
-    carry = lax.fori_loop(0, diagonal, functools.partial(new, is_causal=False), carry)
+    carry = lax.fori_loop(oldest, diagonal, functools.partial(new, is_causal=False), carry)
     carry = lax.fori_loop(diagonal, last, functools.partial(new, is_causal=True), carry)
 
     # The result, or this split's part of it.
@@ -290,6 +443,50 @@ def _attend_tile(
     def _() -> None:
         refs.parts[split, at, heads, :] = acc
         refs.weights[split, at, heads] = top + jnp.log2(total)
+        if refs.arrivals is not None:
+            _merge_if_last(refs, tile, head, at, heads, sizes)
+
+
+def _merge_if_last(
+    refs: _Refs, tile: _Tile, head: Int32[Array, ""], at: Any, heads: Any, sizes: _Sizes
+) -> None:
+    """The last of a tile's splits to arrive merges all, and leaves the count at zero."""
+    count = tile.number * sizes.kv_heads + head
+
+    @pl.when(count_arrival(refs.arrivals, count, interpret=sizes.interpret) == tile.num_splits - 1)
+    def _() -> None:
+        refs.arrivals[count] = 0
+        merged = _merge(refs.parts, refs.weights, tile, at, heads)
+        refs.out[at, heads, :] = merged.astype(refs.out.dtype)
+
+
+def count_arrival(arrivals: Ref, index: Any, *, interpret: bool) -> Int32[Array, ""]:
+    """How many programs had arrived before this one, all of whose stores are seen from now on."""
+    if interpret:  # one program after the other, and no atomics
+        before = arrivals[index]
+        arrivals[index] = before + 1
+        return before
+    plt.debug_barrier()
+    return plt.atomic_add(arrivals, (index,), 1)
+
+
+def _merge(
+    parts: Ref, weights: Ref, tile: _Tile, at: Int32[Array, " rows"], heads: Any
+) -> Float[Array, "rows D"]:
+    """The mean of a tile's parts by their softmax sums, in the order of the splits."""
+
+    def add(split, carry):  # pyright: ignore
+        top, total, acc = carry
+        weight = weights[split, at, heads]
+        new_top = jnp.maximum(top, weight)
+        rescale, share = jnp.exp2(top - new_top), jnp.exp2(weight - new_top)
+        acc = acc * rescale[:, None] + parts[split, at, heads, :] * share[:, None]
+        return new_top, total * rescale + share, acc
+
+    zeros = jnp.zeros(at.shape, jnp.float32)
+    empty = (zeros + _MASKED, zeros, jnp.zeros((*at.shape, parts.shape[-1]), jnp.float32))
+    _, total, acc = lax.fori_loop(0, tile.num_splits, add, empty)
+    return acc / total[:, None]
 
 
 def _merge_kernel(
@@ -305,19 +502,7 @@ def _merge_kernel(
         @pl.when(tile.num_splits > 1)
         def _() -> None:
             at = tile.first + _last_live(tile, _iota(sizes.tile_q))
-            zeros = jnp.zeros((sizes.tile_q,), jnp.float32)
-
-            def add(split, carry):  # pyright: ignore
-                top, total, acc = carry
-                weight = weights[split, at, head]
-                new_top = jnp.maximum(top, weight)
-                rescale, share = jnp.exp2(top - new_top), jnp.exp2(weight - new_top)
-                acc = acc * rescale[:, None] + parts[split, at, head, :] * share[:, None]
-                return new_top, total * rescale + share, acc
-
-            empty = (zeros + _MASKED, zeros, jnp.zeros((sizes.tile_q, out.shape[-1]), jnp.float32))
-            _, total, acc = lax.fori_loop(0, tile.num_splits, add, empty)
-            out[at, head, :] = (acc / total[:, None]).astype(out.dtype)
+            out[at, head, :] = _merge(parts, weights, tile, at, head).astype(out.dtype)
 
 
 def _load_cached(
@@ -327,6 +512,17 @@ def _load_cached(
     page = refs.batch.page_table[tile.slot, key // sizes.page_size] + refs.first_page[0]
     row = page * sizes.page_size + key % sizes.page_size
     return refs.pool_in[0, head, row, :], refs.pool_in[1, head, row, :]
+
+
+def _oldest_new(tile: _Tile, window: int) -> Int32[Array, ""]:
+    """The first new token of the request that some query of the tile sees."""
+    return jnp.maximum(tile.start - (window - 1), 0)
+
+
+def _both(
+    one: Bool[Array, "rows k"] | None, other: Bool[Array, "rows k"] | None
+) -> Bool[Array, "rows k"] | None:
+    return other if one is None else one if other is None else one & other
 
 
 def _online_softmax(
@@ -367,6 +563,7 @@ PALLAS_TRITON = AttentionBackend(
         dtypes=frozenset({"float32", "bfloat16"}),
         max_page_size=_MAX_PAGE_SIZE,
         head_dims=frozenset({16, 32, 64, 128, 256}),  # sides of a Triton dot: powers of two
+        has_window=True,
     ),
     tile_shape=_tile_shape,
     make=make_attend,

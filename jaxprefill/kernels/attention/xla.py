@@ -200,7 +200,11 @@ def _online_softmax(
     """`sums` with one more block of keys folded in."""
     top, total, acc = sums
     batch = tuple(range(queries.ndim - 2))
-    dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+    dot = functools.partial(
+        lax.dot_general,
+        precision=lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
     last = queries.ndim - 1
     scores = dot(queries, keys, (((last,), (last,)), (batch, batch)))
     scores = jnp.where(visible, scores, _MASKED)

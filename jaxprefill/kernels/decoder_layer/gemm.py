@@ -1,0 +1,289 @@
+"""Products of few rows with a large weight, each with what follows it, in one Pallas/Triton kernel.
+
+A program takes `block_n` outputs of `tile_t` rows, the whole depth or one split of it:
+
+    plain       y = x W^T [rows scaled by a norm] [+ bias]
+    gated       y = silu(x G^T) * (x U^T), both with the norm's scale; W stacks G and U
+    residual    hidden + x W^T; the same times the next norm's weight; sums of its squares
+
+Splits leave their sums in a workspace; the last to arrive adds them in order, whoever it is, and
+sets the count back to zero: the result does not depend on the order of arrival.
+Where a tile is taller than the array, rows past the end repeat the last one.
+"""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxprefill.kernels.attention.pallas_triton import count_arrival
+from jaxprefill.kernels.decoder_layer.api import LayerStream
+
+Ref = Any  # a Pallas reference: [index] loads and stores; jax has no public type for it
+Sums = tuple[Float32[Array, "a b"], ...]  # one, or gate and up
+
+
+class GemmTiles(NamedTuple):
+    """How a product is cut.
+
+    Attributes:
+        tile_t: rows a program; a power of two from 16.
+        block_n, block_k: outputs a program, and depth a step; powers of two from 16 that divide
+            the sizes of the weight, `block_k` that of a split.
+        is_swapped: whether outputs, rather than rows, are the first side of the dot.
+    """
+
+    tile_t: int
+    block_n: int
+    block_k: int
+    num_splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    is_swapped: bool = False
+
+
+class _Gemm(NamedTuple):
+    """What one kernel is specialised on."""
+
+    kind: Literal["plain", "gated", "residual"]
+    tiles: GemmTiles
+    num_rows: int
+    depth: int
+    outputs: int
+    norm_eps: float = 0.0
+    norm_row: int = 0  # of the next norm, from the layer's first
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Neighbours share a block of the weight."""
+        tiles = self.tiles
+        return pl.cdiv(self.num_rows, tiles.tile_t), self.outputs // tiles.block_n, tiles.num_splits
+
+    @property
+    def num_sums(self) -> int:
+        """Products a program keeps: gate and up are two."""
+        return 2 if self.kind == "gated" else 1
+
+    @property
+    def sum_shape(self) -> tuple[int, int]:
+        """Of one product."""
+        tile_t, block_n = self.tiles.tile_t, self.tiles.block_n
+        return (block_n, tile_t) if self.tiles.is_swapped else (tile_t, block_n)
+
+
+class _Operands(NamedTuple):
+    """Arrays, and references to them in the kernel; None: not part of this product."""
+
+    x: Any  # [T, depth]
+    weight: Any  # [outputs or 2 * outputs, depth]
+    squares: Any = None  # [T, parts]
+    bias: Any = None  # [outputs]
+    hidden: Any = None  # [T, outputs]
+    norms: Any = None  # [rows, outputs]
+    layer: Any = None  # [1]
+    arrivals: Any = None  # [tiles]
+
+
+def project(
+    stream: LayerStream,
+    weight: Float[Array, "outputs E"],
+    bias: Float[Array, " outputs"] | None,
+    *,
+    tiles: GemmTiles,
+    norm_eps: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T outputs"], Int32[Array, " tiles"]]:
+    """(normed rows times the weight, arrivals)."""
+    gemm = _Gemm("plain", tiles, *_sizes(stream.scaled), len(weight), norm_eps)
+    operands = _Operands(stream.scaled, weight, squares=stream.squares, bias=bias)
+    (out,), arrivals = _launch(gemm, operands, stream.arrivals, interpret=interpret)
+    return out, arrivals
+
+
+def project_gated(
+    stream: LayerStream,
+    weight: Float[Array, "twice E"],
+    *,
+    tiles: GemmTiles,
+    norm_eps: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T half"], Int32[Array, " tiles"]]:
+    """(silu(gate) * up of the normed rows, arrivals)."""
+    gemm = _Gemm("gated", tiles, *_sizes(stream.scaled), len(weight) // 2, norm_eps)
+    operands = _Operands(stream.scaled, weight, squares=stream.squares)
+    (out,), arrivals = _launch(gemm, operands, stream.arrivals, interpret=interpret)
+    return out, arrivals
+
+
+def project_residual(
+    x: Float[Array, "T depth"],
+    weight: Float[Array, "E depth"],
+    stream: LayerStream,
+    norms: Float[Array, "rows E"],
+    layer: Int32[Array, ""],
+    *,
+    norm_row: int,
+    tiles: GemmTiles,
+    interpret: bool = False,
+) -> LayerStream:
+    """The stream with the product added; row 2 * layer + `norm_row` of `norms` comes next."""
+    gemm = _Gemm("residual", tiles, *_sizes(x), len(weight), norm_row=norm_row)
+    operands = _Operands(x, weight, hidden=stream.hidden, norms=norms, layer=layer.reshape(1))
+    results, arrivals = _launch(gemm, operands, stream.arrivals, interpret=interpret)
+    hidden, scaled, squares = results
+    return LayerStream(hidden, scaled, squares, arrivals)
+
+
+def _sizes(x: Float[Array, "T depth"]) -> tuple[int, int]:
+    num_rows, depth = x.shape
+    return num_rows, depth
+
+
+def num_arrivals(num_rows: int, outputs: int, tiles: GemmTiles) -> int:
+    """Counters that a split product needs."""
+    return pl.cdiv(num_rows, tiles.tile_t) * (outputs // tiles.block_n)
+
+
+def num_parts(outputs: int, tiles: GemmTiles) -> int:
+    """Columns of the sums of squares that a residual product leaves; spare ones are zero."""
+    return _power_of_two(outputs // tiles.block_n)
+
+
+def _launch(
+    gemm: _Gemm, operands: _Operands, arrivals: Array, *, interpret: bool
+) -> tuple[tuple[Array, ...], Array]:
+    """(results, arrivals)."""
+    is_split = gemm.tiles.num_splits > 1
+    shapes = _result_shapes(gemm, operands.x.dtype)
+    num_results, aliases = len(shapes), {}
+    if is_split:
+        operands = operands._replace(arrivals=arrivals)
+        aliases = {len(jax.tree.leaves(operands)) - 1: num_results}
+        workspace = (gemm.tiles.num_splits, gemm.num_sums, *gemm.grid[:2], *gemm.sum_shape)
+        shapes.append(jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype))
+        shapes.append(jax.ShapeDtypeStruct(workspace, jnp.float32))
+    call = pl.pallas_call(
+        functools.partial(_kernel, gemm=gemm, interpret=interpret),  # fresh: jax #40847
+        grid=gemm.grid,
+        out_shape=shapes,
+        input_output_aliases=aliases,
+        compiler_params=plt.CompilerParams(
+            num_warps=gemm.tiles.num_warps, num_stages=gemm.tiles.num_stages
+        ),
+        interpret=interpret,
+        name=f"{gemm.kind}_product",
+    )
+    results = call(operands)
+    return tuple(results[:num_results]), results[num_results] if is_split else arrivals
+
+
+def _result_shapes(gemm: _Gemm, dtype: Any) -> list[jax.ShapeDtypeStruct]:
+    out = (gemm.num_rows, gemm.outputs)
+    if gemm.kind != "residual":
+        return [jax.ShapeDtypeStruct(out, dtype)]
+    squares = (gemm.num_rows, num_parts(gemm.outputs, gemm.tiles))
+    sizes = ((out, jnp.float32), (out, dtype), (squares, jnp.float32))
+    return [jax.ShapeDtypeStruct(shape, kind) for shape, kind in sizes]
+
+
+def _kernel(operands: Any, *results: Ref, gemm: _Gemm, interpret: bool) -> None:
+    tile, block, split = (pl.program_id(axis) for axis in range(3))
+    rows = _rows(gemm, tile)
+    sums = _products(operands, rows, block, split, gemm)
+    if gemm.tiles.num_splits == 1:
+        _finish(operands, results, sums, rows, block, gemm)
+        return
+    *outputs, arrivals, parts = results
+    for index, part in enumerate(sums):
+        parts[split, index, tile, block, :, :] = part
+    # The last of a tile's programs finds the others' parts written: its count came after them.
+    count = tile * gemm.grid[1] + block
+    arrived = count_arrival(arrivals, count, interpret=interpret)
+
+    @pl.when(arrived == gemm.tiles.num_splits - 1)
+    def _() -> None:
+        arrivals[count] = 0
+        whole = tuple(
+            functools.reduce(
+                jnp.add,
+                [parts[other, index, tile, block, :, :] for other in range(gemm.tiles.num_splits)],
+            )
+            for index in range(gemm.num_sums)
+        )
+        _finish(operands, outputs, whole, rows, block, gemm)
+
+
+def _rows(gemm: _Gemm, tile: Int32[Array, ""]) -> Any:
+    """A slice of whole rows, or indices that stay inside the array."""
+    tile_t = gemm.tiles.tile_t
+    if gemm.num_rows % tile_t == 0:
+        return pl.ds(tile * tile_t, tile_t)
+    return jnp.minimum(tile * tile_t + lax.iota(jnp.int32, tile_t), gemm.num_rows - 1)
+
+
+def _products(
+    operands: Any, rows: Any, block: Int32[Array, ""], split: Int32[Array, ""], gemm: _Gemm
+) -> Sums:
+    tiles = gemm.tiles
+    depth = gemm.depth // tiles.num_splits
+    columns = [
+        pl.ds(index * gemm.outputs + block * tiles.block_n, tiles.block_n)
+        for index in range(gemm.num_sums)
+    ]
+
+    def step(index: Int32[Array, ""], sums: Sums) -> Sums:
+        at = pl.ds(split * depth + index * tiles.block_k, tiles.block_k)
+        x, weights = operands.x[rows, at], [operands.weight[column, at] for column in columns]
+        pairs = [(weight, x) if tiles.is_swapped else (x, weight) for weight in weights]
+        return tuple(
+            total + _dot(left, right) for total, (left, right) in zip(sums, pairs, strict=True)
+        )
+
+    zeros = tuple(jnp.zeros(gemm.sum_shape, jnp.float32) for _ in columns)
+    return lax.fori_loop(0, depth // tiles.block_k, step, zeros)
+
+
+def _dot(left: Float[Array, "a k"], right: Float[Array, "b k"]) -> Float32[Array, "a b"]:
+    return plt.dot(left, right, trans_b=True, precision=lax.Precision.HIGHEST)
+
+
+def _finish(
+    operands: Any, results: Any, sums: Sums, rows: Any, block: Int32[Array, ""], gemm: _Gemm
+) -> None:
+    """What follows the product, and the stores."""
+    columns = pl.ds(block * gemm.tiles.block_n, gemm.tiles.block_n)
+    if gemm.tiles.is_swapped:
+        sums = tuple(total.T for total in sums)
+    if operands.squares is not None:
+        mean = operands.squares[rows, :].sum(1) / gemm.depth
+        scale = lax.rsqrt(mean + gemm.norm_eps)[:, None]
+        sums = tuple(total * scale for total in sums)
+    if operands.bias is not None:
+        bias = operands.bias[columns].astype(jnp.float32)[None]
+        sums = tuple(total + bias for total in sums)
+    if len(sums) == 2:
+        gate, up = sums
+        sums = (gate / (1 + jnp.exp(-gate)) * up,)
+    if gemm.kind != "residual":
+        results[0][rows, columns] = sums[0].astype(results[0].dtype)
+        return
+    hidden, scaled, squares = results
+    total = operands.hidden[rows, columns] + sums[0]
+    norm = operands.norms[2 * operands.layer[0] + gemm.norm_row, columns].astype(jnp.float32)
+    hidden[rows, columns] = total
+    scaled[rows, columns] = (total * norm[None]).astype(scaled.dtype)
+    squares[rows, block] = (total * total).sum(1)
+    num_blocks = gemm.grid[1]
+
+    @pl.when(block + num_blocks < squares.shape[1])
+    def _() -> None:
+        squares[rows, block + num_blocks] = jnp.zeros_like(total[:, 0])
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

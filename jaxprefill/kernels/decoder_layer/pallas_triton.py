@@ -1,0 +1,154 @@
+"""A dense decoder layer as six launches, or eleven where XLA's own products win.
+
+    qkv product | norm and rotate | attention | output product | gate and up product | down product
+
+KV write, activation, residual adds and the layer's norms happen inside them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from jaxprefill.kernels.attention import AttentionSpec, RaggedBatch, TileShape
+from jaxprefill.kernels.attention.pallas_triton import make_attend_to_projection, num_arrivals
+from jaxprefill.kernels.decoder_layer import gemm, xla
+from jaxprefill.kernels.decoder_layer.api import FusedLayer, LayerStream, LayerWeights
+from jaxprefill.kernels.decoder_layer.gemm import GemmTiles
+from jaxprefill.kernels.decoder_layer.select import MAX_TILED_TOKENS, LayerSizes, choose_tiles
+
+
+class LayerTiles(NamedTuple):
+    """The tiling of a layer's four products; None: XLA's own."""
+
+    qkv: GemmTiles | None
+    output: GemmTiles | None
+    gate_up: GemmTiles | None
+    down: GemmTiles | None
+
+
+def layer_tiles(sizes: LayerSizes, num_tokens: int) -> LayerTiles:
+    """The measured choice for these sizes."""
+    if num_tokens > MAX_TILED_TOKENS:
+        return LayerTiles(None, None, None, None)
+    return LayerTiles(
+        qkv=choose_tiles(num_tokens, sizes.hidden_size, sizes.qkv_size),
+        output=choose_tiles(num_tokens, sizes.attended_size, sizes.hidden_size),
+        gate_up=choose_tiles(num_tokens, sizes.hidden_size, sizes.mlp_size, num_sums=2),
+        down=choose_tiles(num_tokens, sizes.mlp_size, sizes.hidden_size),
+    )
+
+
+def start_stream(
+    hidden: Float32[Array, "T E"],
+    norm: Float[Array, " E"],
+    *,
+    shape: TileShape,
+    tiles: LayerTiles,
+    sizes: LayerSizes,
+) -> LayerStream:
+    """The stream before the first layer, whose norm is `norm`."""
+    num_tokens = len(hidden)
+    outputs = (sizes.qkv_size, sizes.hidden_size, sizes.mlp_size, sizes.hidden_size)
+    # As every later layer finds them.
+    parts = gemm.num_parts(sizes.hidden_size, tiles.down) if tiles.down else 1
+    counts = [
+        gemm.num_arrivals(num_tokens, outputs_of, one)
+        for outputs_of, one in zip(outputs, tiles, strict=True)
+        if one is not None
+    ]
+    kv_heads = (sizes.qkv_size - sizes.attended_size) // (2 * sizes.head_dim)
+    counts.append(num_arrivals(shape, kv_heads))
+    return LayerStream(
+        hidden=hidden,
+        scaled=(hidden * norm.astype(jnp.float32)).astype(norm.dtype),
+        squares=jnp.pad((hidden * hidden).sum(1, keepdims=True), ((0, 0), (0, parts - 1))),
+        arrivals=jnp.zeros(max(counts), jnp.int32),
+    )
+
+
+def make_fused_layer(
+    shape: TileShape,
+    spec: AttentionSpec,
+    *,
+    tiles: LayerTiles,
+    norm_eps: float,
+    interpret: bool = False,
+) -> FusedLayer:
+    """A layer of one compiled shape; `interpret` runs it on any device, slowly."""
+    attend = make_attend_to_projection(shape, spec, norm_eps=norm_eps, interpret=interpret)
+    products = _Products(tiles, norm_eps, interpret)
+
+    def layer_pass(
+        weights: LayerWeights,
+        norms: Float[Array, "rows E"],
+        layer: Int32[Array, ""],
+        stream: LayerStream,
+        pool: Shaped[Array, "2 K P S D"],
+        rotary: Float[Array, "2 T half"],
+        batch: RaggedBatch,
+    ) -> tuple[LayerStream, Shaped[Array, "2 K P S D"]]:
+        qkv, stream = products.qkv(weights, stream)
+        first_page = layer * (pool.shape[2] // (len(norms) // 2))
+        heads = qkv.reshape(len(qkv), -1, pool.shape[-1])
+        out, pool, arrivals = attend(
+            heads, rotary, weights.qk_norms, pool, batch, first_page, stream.arrivals
+        )
+        attended, stream = out.reshape(len(out), -1), stream._replace(arrivals=arrivals)
+        stream = products.output(attended, weights.output, stream, norms, layer)
+        gated, stream = products.gate_up(weights, stream)
+        return products.down(gated, weights.down, stream, norms, layer), pool
+
+    return layer_pass
+
+
+class _Products(NamedTuple):
+    """A layer's four products, each by the kernel its tiling names."""
+
+    tiles: LayerTiles
+    norm_eps: float
+    interpret: bool
+
+    def qkv(
+        self, weights: LayerWeights, stream: LayerStream
+    ) -> tuple[Float[Array, "T outputs"], LayerStream]:
+        if self.tiles.qkv is None:
+            return xla.project(
+                stream, weights.qkv, weights.qkv_bias, norm_eps=self.norm_eps
+            ), stream
+        out, arrivals = gemm.project(
+            stream,
+            weights.qkv,
+            weights.qkv_bias,
+            tiles=self.tiles.qkv,
+            norm_eps=self.norm_eps,
+            interpret=self.interpret,
+        )
+        return out, stream._replace(arrivals=arrivals)
+
+    def gate_up(
+        self, weights: LayerWeights, stream: LayerStream
+    ) -> tuple[Float[Array, "T half"], LayerStream]:
+        if self.tiles.gate_up is None:
+            return xla.project_gated(stream, weights.gate_up, norm_eps=self.norm_eps), stream
+        out, arrivals = gemm.project_gated(
+            stream,
+            weights.gate_up,
+            tiles=self.tiles.gate_up,
+            norm_eps=self.norm_eps,
+            interpret=self.interpret,
+        )
+        return out, stream._replace(arrivals=arrivals)
+
+    def output(self, *operands: Any) -> LayerStream:
+        return self._residual(self.tiles.output, 1, *operands)
+
+    def down(self, *operands: Any) -> LayerStream:
+        return self._residual(self.tiles.down, 2, *operands)
+
+    def _residual(self, tiles: GemmTiles | None, norm_row: int, *operands: Any) -> LayerStream:
+        if tiles is None:
+            return xla.project_residual(*operands, norm_row=norm_row)
+        return gemm.project_residual(
+            *operands, norm_row=norm_row, tiles=tiles, interpret=self.interpret
+        )

@@ -1,0 +1,108 @@
+"""The body with fused layers: a norm is part of the products before and after it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Shaped
+
+from jaxprefill.kernels.attention import AttentionBackend
+from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
+from jaxprefill.kernels.decoder_layer import (
+    LayerStream,
+    finish_stream,
+    layer_tiles,
+    make_fused_layer,
+    start_stream,
+)
+from jaxprefill.models.decoder import LayerInputs, Pools, attention_specs
+from jaxprefill.models.fused import lacks_fusion, layer_sizes, layer_weights
+from jaxprefill.models.tree import Leaves, ModelTree
+from jaxprefill.prefill.forward import Body, resolve_ids, unpack, write_hidden
+from jaxprefill.prefill.padding import BufferLayout
+
+
+def make_body(
+    tree: ModelTree, backend: AttentionBackend, layout: BufferLayout, *, platform: str
+) -> Body:
+    """The pass of one shape: with fused layers where they can be had and are faster."""
+    lack = lacks_fusion(
+        tree.config,
+        platform=platform,
+        dtype=tree.shapes[0].dtype.name,
+        num_tokens=layout.key.num_tokens,
+    )
+    if lack is None and backend is PALLAS_TRITON:
+        return FusedBody(tree, backend, layout)
+    return Body(tree, backend, layout, is_looped=platform == "cpu")
+
+
+class FusedBody(Body):
+    """`Body` for few tokens, where launches and passes over small arrays cost most."""
+
+    def __init__(
+        self,
+        tree: ModelTree,
+        backend: AttentionBackend,
+        layout: BufferLayout,
+        *,
+        interpret: bool = False,
+    ) -> None:
+        """`models.fused.lacks_fusion` must find nothing; `interpret` runs it on any device."""
+        super().__init__(tree, backend, layout)
+        self._sizes = layer_sizes(tree.config)
+        self._tiles = layer_tiles(self._sizes, layout.key.num_tokens)
+        self._by_window = {
+            spec.window: make_fused_layer(
+                layout.tiles,
+                spec,
+                tiles=self._tiles,
+                norm_eps=tree.config.norm_eps,
+                interpret=interpret,
+            )
+            for spec in attention_specs(tree.config)
+        }
+
+    def __call__(
+        self,
+        leaves: Leaves,
+        pools: Pools,
+        hidden: Shaped[Array, "tokens E"],
+        last_tokens: Int32[Array, " C"],
+        buffer: Int32[Array, " words"],
+    ) -> tuple[Pools, Shaped[Array, "tokens E"]]:
+        """See `Body.__call__`."""
+        (pool,) = pools
+        model, inputs = self.tree.bind(leaves), unpack(buffer, self.layout)
+        layer_inputs = LayerInputs(model.rotary(inputs.positions), inputs.batch)
+        norms = self.tree.leaf(leaves, "norms")
+        with jax.named_scope("embed"):
+            rows = model.embed(resolve_ids(inputs.ids, last_tokens))
+            stream = start_stream(
+                rows,
+                norms[0],
+                shape=self.layout.tiles,
+                tiles=self._tiles,
+                sizes=self._sizes,
+            )
+        layer_fn = jax.jit(self._fused_layer, static_argnames="window")
+        for index, window in enumerate(self.tree.config.windows):
+            own = self.tree.layer_leaves(leaves, index)
+            stream, pool = layer_fn(
+                own, norms, stream, pool, jnp.int32(index), layer_inputs, window=window
+            )
+        with jax.named_scope("final_norm"):
+            return (pool,), write_hidden(hidden, finish_stream(stream, self.tree.config.norm_eps))
+
+    def _fused_layer(
+        self,
+        leaves: Leaves,
+        norms: Shaped[Array, "rows E"],
+        stream: LayerStream,
+        pool: Shaped[Array, "2 K P S D"],
+        layer: Int32[Array, ""],
+        inputs: LayerInputs,
+        *,
+        window: int | None,
+    ) -> tuple[LayerStream, Shaped[Array, "2 K P S D"]]:
+        weights = layer_weights(self.tree.bind_layer(leaves))
+        fused = self._by_window[window]
+        return fused(weights, norms, layer, stream, pool, inputs.rotary, inputs.batch)

@@ -1,0 +1,122 @@
+"""The fused decoder layer without a GPU: interpreted numerics, lowering for CUDA, its limits."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from benchmarks import rig as rigs
+from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
+from jaxprefill.kernels.attention.xla import XLA
+from jaxprefill.kernels.decoder_layer import pallas_triton as layers
+from jaxprefill.kernels.decoder_layer.gemm import GemmTiles
+from jaxprefill.models.fused import lacks_fusion
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.prefill.buckets import ShapeKey
+from jaxprefill.prefill.forward import Body
+from jaxprefill.prefill.fused import FusedBody
+from jaxprefill.prefill.padding import BufferLayout, pad
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+SMALL = replace(
+    rigs.MODELS["tiny"], hidden_size=64, mlp_size=128, num_q_heads=4, num_kv_heads=2, head_dim=32,
+    has_qkv_bias=True,
+)  # fmt: skip
+SWAPPED = GemmTiles(16, 32, 32, num_splits=2, is_swapped=True)
+
+
+def rig_of_small(monkeypatch):
+    monkeypatch.setitem(rigs.MODELS, "small", SMALL)
+    sizes = rigs.RigSizes(
+        model="small", num_slots=4, max_context=128, page_size=16, pool_tokens=512, max_tokens=64,
+        num_threads=1,
+    )  # fmt: skip
+    return rigs.make_rig(sizes, PALLAS_TRITON, jnp.dtype("float32"))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tiles"),
+    [
+        pytest.param(8, SWAPPED, id="fewer_rows_than_a_tile_split_and_swapped"),
+        pytest.param(16, None, id="as_chosen", marks=pytest.mark.slow),
+        pytest.param(32, GemmTiles(16, 16, 64), id="two_row_tiles", marks=pytest.mark.slow),
+        pytest.param(16, "xla", id="xla_products", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles):
+    if tiles is not None:
+        chosen = None if tiles == "xla" else tiles
+        monkeypatch.setattr(layers, "choose_tiles", lambda *_, **__: chosen)
+    rig, key = rig_of_small(monkeypatch), ShapeKey(num_tokens, 4, 128)
+    rng = np.random.default_rng(0)
+    leaves = tuple(
+        jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype) if "norm" in path else leaf
+        for path, leaf in zip(rig.tree.paths, rig.state.leaves, strict=True)
+    )
+    pool = jnp.asarray(rng.normal(size=rig.state.pools[0].shape), jnp.float32)
+    batch = rigs.make_batch(rig, [3, num_tokens - 6], 40, is_decode=False)
+    found: list[list[np.ndarray]] = []
+    for backend, make in ((PALLAS_TRITON, FusedBody), (XLA, Body)):
+        layout = BufferLayout(key, backend.tile_shape(*key, page_size=16, is_decode=False), 16)
+        options = {"interpret": True} if make is FusedBody else {}
+        body, state = make(rig.tree, backend, layout, **options), rig.state
+        out = jax.jit(lambda *operands, body=body: body(*operands))(
+            leaves, (pool,), state.hidden, state.last_tokens, pad(batch, layout)
+        )
+        found.append([np.asarray(out[0][0]), np.asarray(out[1])[: num_tokens - 3]])
+    for fused, plain in zip(*found, strict=True):
+        assert np.linalg.norm(fused - plain) <= 1e-5 * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_slots", "is_decode", "num_kernels"),
+    [(1, 1, True, 6), (32, 16, False, 6), (64, 64, True, 6), (256, 16, False, 2)],
+)
+def test_a_qwen3_8b_layer_is_six_kernels_on_cuda(num_tokens, num_slots, is_decode, num_kernels):
+    config = replace(rigs.MODELS["qwen3-8b"], num_layers=2)
+    tree = model_tree(config, jnp.dtype("bfloat16"), make_mesh())
+    key = ShapeKey(num_tokens, num_slots, 4096)
+    tiles = PALLAS_TRITON.tile_shape(*key, page_size=16, is_decode=is_decode)
+    layout = BufferLayout(key, tiles, 16)
+
+    def words(*shape, dtype=np.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    leaves = tuple(words(*leaf.shape, dtype=leaf.dtype) for leaf in tree.shapes)
+    pool, hidden = (
+        words(2, 8, 64, 16, 128, dtype=jnp.bfloat16),
+        words(256, 4096, dtype=leaves[0].dtype),
+    )
+    body = FusedBody(tree, PALLAS_TRITON, layout)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(lambda *operands: body(*operands), donate_argnums=(1, 2)).trace(
+            leaves, (pool,), hidden, words(64), words(layout.num_words)
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2 * num_kernels
+    assert "stablehlo.while" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "said"),
+    [
+        ({}, {}, None),
+        ({"has_mlp_bias": True}, {}, "no bias"),
+        ({"activation": "gelu"}, {}, "silu"),
+        ({"num_shards": 2}, {}, "one device"),
+        ({"hidden_size": 4000}, {}, "multiples of 64"),
+        ({}, {"num_tokens": 512}, "up to 256 tokens"),
+        ({}, {"platform": "cpu"}, "not on cpu"),
+        ({}, {"dtype": "float32"}, "bfloat16"),
+    ],
+)
+def test_what_cannot_be_fused_is_said(changes, where, said):
+    config = replace(rigs.MODELS["qwen3-8b"], **changes)
+    asked = {"platform": "gpu", "dtype": "bfloat16", "num_tokens": 32} | where
+    lack = lacks_fusion(config, **asked)
+    assert lack is None if said is None else said in lack
