@@ -284,4 +284,4 @@ def test_stats_are_ready_for_json(engine):
     engine.generate("hi", SamplingParams(max_tokens=2))
     stats = json.loads(json.dumps(engine.stats()))
     assert stats["memory"]["weights"] > 0 and stats["memory"]["kv_pool"] > 0
-    assert {record["name"] for record in stats["compiled"]} >= {"greedy 2", "prefill 8x4x160"}
+    assert {record["name"] for record in stats["compiled"]} >= {"greedy 1", "prefill 8x4x160"}
