@@ -24,12 +24,16 @@ def embedding_query(query: str, task: str = SEARCH_TASK) -> str:
     return f"Instruct: {task}\nQuery:{query}"
 
 
-def checked_dimensions(dimensions: Any, hidden_size: int) -> int:
+def checked_dimensions(dimensions: Any, normalize: Any, hidden_size: int) -> int:
     """How many numbers an embedding has; None: all.
 
     Raises:
-        RequestError: there are not as many.
+        RequestError: there are not as many, or `normalize` is neither true, false nor None.
     """
+    if normalize is not None and not isinstance(normalize, bool):
+        raise RequestError(
+            f"normalize must be true, false or None, got {normalize!r}", param="normalize"
+        )
     wanted = hidden_size if dimensions is None else dimensions
     is_count = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
     if not is_count or not 1 <= wanted <= hidden_size:

@@ -170,7 +170,7 @@ class Engine:
             RequestError: a text or argument is invalid; nothing was run.
         """
         model = self.plan.model
-        count = checked_dimensions(dimensions, model.hidden_size)
+        count = checked_dimensions(dimensions, normalize, model.hidden_size)
         found = self._read("texts", as_prompts(texts), Wants(pooling=model.pooling.kind))
         return shaped_embeddings(
             stacked([one.embedding for one in found], model.hidden_size),

@@ -127,6 +127,11 @@ class Request:
         """Number of prompt tokens."""
         return len(self.prompt_ids)
 
+    @property
+    def is_spared_by_prefix(self) -> bool:
+        """Whether less is to be computed where a prefix is known: a mean needs every row."""
+        return self.pooling != "mean"
+
     def is_ended_by(self, token: int, num_generated: int) -> bool:
         """Whether this token, the `num_generated`-th of the output, ends the request."""
         return token in self.stop_ids and num_generated > self.params.min_tokens

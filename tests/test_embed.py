@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 
 from jaxprefill import SamplingParams, embedding_query
-from jaxprefill.cache.pages import PageAllocator
-from jaxprefill.cache.prefix import PrefixCache
 from jaxprefill.config import PoolingConfig
 from jaxprefill.errors import RequestError
 from jaxprefill.request import Request
@@ -50,6 +48,13 @@ def test_a_mean_is_the_oracles_alone_in_company_in_chunks_and_after_a_cache_hit(
     assert stats["kv_pages"]["free"] == stats["kv_pages"]["total"]
 
 
+def test_for_a_mean_nobody_waits_for_a_shared_prefix(averaging):
+    _, engine = averaging
+    before = engine.stats()["passes"]["full"]
+    engine.embed([[*range(8), 8], [*range(8), 9]])
+    assert engine.stats()["passes"]["full"] == before + 1
+
+
 def test_a_last_row_is_the_oracles_and_takes_cache_hits(engine, checkpoint):
     wanted = np.array([reference_embedding(checkpoint, ids) for ids in prompts()])
     engine.flush_cache()
@@ -91,6 +96,7 @@ def test_the_models_files_decide_whether_lengths_are_one():
         ("a", {"dimensions": 49}, "got 49"),
         ("a", {"dimensions": True}, "got True"),
         ("a", {"dimensions": "8"}, "got '8'"),
+        ("a", {"normalize": "no"}, "normalize must be true, false or None, got 'no'"),
         ("a" * 161, {}, "maximum context length"),
     ],
 )
@@ -130,16 +136,11 @@ def test_after_a_preemption_every_row_is_still_added_once():
         id="a", prompt_ids=tuple(range(20)), params=SamplingParams(max_tokens=0), seed=0,
         pooling="mean",
     )  # fmt: skip
-    cache = PrefixCache(PageAllocator(8, 4), is_enabled=True)
     state = RequestState(request, max_tokens=0, slot=0, target=20)
     row = state.prefill_row(9)
     assert row.pool_span == (0, 9)
     state.dispatched(row)
     state.num_computed = 0  # its pages were taken away
-    keys = cache.keys(request.prompt_ids)
-    lease = cache.lease(cache.match(keys), keys, 5)
-    cache.mark_ready(lease, 20)
-    assert state.hit(cache.match(keys), 4).num_computed == 9
     assert state.prefill_row(12).pool_span == (9, 3)
     assert state.prefill_row(5).pool_span[1] == 0
 

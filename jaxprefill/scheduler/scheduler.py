@@ -218,7 +218,8 @@ class Scheduler:
         """Sets what is to be prefilled: all tokens known now."""
         known = state.known_ids
         if state.target != len(known):
-            state.target, state.keys = len(known), self._cache.keys(known)
+            state.target = len(known)
+            state.keys = self._cache.keys(known) if state.request.is_spared_by_prefix else []
 
     def _admit(self, state: RequestState, hit: Hit) -> bool:
         """A slot and all pages of its prefill, or nothing."""

@@ -106,8 +106,7 @@ class RequestState:
         """How far a match spares computing.
 
         A hit ends before the row that the first wanted logprob needs, unless the pages hold the
-        logprobs of their tokens, and before the first row of a mean that is still to be added. The
-        last token is always computed: something reads its row.
+        logprobs of their tokens. The last token is always computed: something reads its row.
         """
         scored, prompt = self.num_scored, self.request.prompt_length
         found = list[float]()
@@ -120,8 +119,6 @@ class RequestState:
             found += new
             scored = max(scored, end)
         most = scored - 1 if self._wants_logprob(scored) else self.target - 1
-        if self.request.pooling == "mean":
-            most = min(most, self.num_pooled)
         shared = len(match.nodes) * page_size
         return Hit(match, shared, min(shared, most, self.target - 1), tuple(found))
 

@@ -10,7 +10,7 @@ from tests.tiny import TensorsCheckpoint, tiny_engine
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.oracle.transformers_model import make_model, prompt_logprobs, weights
+from tests.oracle.transformers_model import hidden_rows, make_model, prompt_logprobs, weights
 
 pytestmark = pytest.mark.slow
 ROPES = (
@@ -70,3 +70,5 @@ def test_a_random_model_equals_transformers(architecture, seed):
         for ids, found in zip(prompts, engine.logprobs(prompts), strict=True):
             wanted = prompt_logprobs(model, ids)
             np.testing.assert_allclose(np.array(found[1:], float), wanted, atol=1e-4)
+        for ids, found in zip(prompts, engine.embed(prompts, normalize=False), strict=True):
+            np.testing.assert_allclose(found, hidden_rows(model, ids)[-1], atol=2e-4)
