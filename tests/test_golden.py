@@ -1,6 +1,8 @@
 """The demo model against values of transformers in float32 (golden_smollm2.json)."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -87,3 +89,11 @@ def test_bfloat16_is_close_in_the_mean(demo_path, compile_cache):
         for a, b in zip(case["prompt_logprobs"][1:], one[1:], strict=True)
     ]
     assert np.mean(differences) <= 0.05
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_a_process_that_only_starts_an_engine_ends_well(demo_path):
+    code = "from jaxprefill import Engine; Engine('demo', prefill_buckets='16').close()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-500:]

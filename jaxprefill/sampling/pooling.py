@@ -81,10 +81,10 @@ class PoolingRunner:
         self._num_rows = num_rows
 
     def warm(self, state: DeviceState) -> None:
-        """Runs each once, for nobody."""
-        self.sum_hidden(state, [HiddenSpan(0, 1)])
+        """Runs each once, for nobody; see `HeadRunner.warm` for why results are read."""
+        self.sum_hidden(state, [HiddenSpan(0, 1)]).read()
         if state.classifier is not None:
-            self.classify(state, [HiddenSpan(0, 1)])
+            self.classify(state, [HiddenSpan(0, 1)]).read()
 
     def sum_hidden(self, state: DeviceState, spans: Sequence[HiddenSpan]) -> PendingScores:
         """Dispatches the sum of each span's rows; of one row, where the last one is all."""

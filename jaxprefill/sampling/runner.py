@@ -61,13 +61,17 @@ class HeadRunner:
             self._masks[rows] = self._put(self._full_mask(state, rows))
 
     def warm(self, state: DeviceState) -> None:
-        """Runs every head once, on rows that write nowhere."""
+        """Runs every head once, on rows that write nowhere.
+
+        Results are read: a copy to the host that outlives the interpreter would end it with an
+        abort.
+        """
         for size in self._sample_rows:
             for is_greedy in (True, False):
-                self._sample(state, (), size, is_greedy=is_greedy)
+                self._sample(state, (), size, is_greedy=is_greedy).read()
         for size in self._score_rows:
-            self.score(state, [RowToScore(0, 0)] * size)
-            self.logits(state, [RowToScore(0, 0)] * size)
+            self.score(state, [RowToScore(0, 0)] * size).read()
+            self.logits(state, [RowToScore(0, 0)] * size).read()
 
     def start_slot(
         self, state: DeviceState, slot: int, request: Request, generated: list[int]
