@@ -91,8 +91,6 @@ def test_bfloat16_is_close_in_the_mean(demo_path, compile_cache):
     assert np.mean(differences) <= 0.05
 
 
-@pytest.mark.demo
-@pytest.mark.slow
 def test_a_process_that_only_starts_an_engine_ends_well(demo_path):
     code = "from jaxprefill import Engine; Engine('demo', prefill_buckets='16').close()"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
