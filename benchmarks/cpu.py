@@ -10,8 +10,6 @@ processes disturb less; ratios are transformers' better dtype over ours, so abov
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxprefill import SamplingParams, __version__
+from benchmarks.meta import describe_run
+from jaxprefill import SamplingParams
 from jaxprefill.batch import Batch, BatchRow, SampleSpec
 from jaxprefill.config import make_config
 from jaxprefill.core import EngineCore
@@ -154,21 +153,11 @@ def measure_case(
 
 
 def describe(core_dtype: str, peer: Peer | None, rounds: int) -> dict[str, Any]:
-    """Machine and versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "command": "python -m benchmarks.cpu",
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "jaxprefill": __version__,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
+    """Machine and versions, the peer's too."""
+    return describe_run("benchmarks.cpu") | {
         "dtype": core_dtype,
         "peer": peer.versions if peer else None,
         "rounds": rounds,
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 

@@ -1,6 +1,6 @@
 """Start-up and latency of the demo model on this machine, each path in the same run.
 
-    python benchmarks/first_light.py [--json OUT.json]
+    python -m benchmarks.first_light [--json OUT.json]
 
 Prints seconds to the first token for a cold and a warm start (fresh processes, the model already
 fetched), then milliseconds of one prompt by path and length, and of a decode step by requests.
@@ -8,8 +8,6 @@ fetched), then milliseconds of one prompt by path and length, and of a decode st
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -18,10 +16,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from jaxprefill import Engine, SamplingParams, __version__
+from benchmarks.meta import describe_run
+from jaxprefill import Engine, SamplingParams
 
 LENGTHS = (5, 30, 60, 200, 1000)
 ONE = SamplingParams(max_tokens=1, temperature=0)
@@ -91,17 +89,7 @@ def main() -> None:
                 for row in found:
                     print(row, flush=True)
                 rows += found
-    meta = {
-        "command": " ".join(["python", *sys.argv]),
-        "versions": {
-            "jaxprefill": __version__,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-        },
-        "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    meta = describe_run("benchmarks.first_light")
     if args.json:
         args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 

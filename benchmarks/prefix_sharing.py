@@ -7,17 +7,14 @@ The cache is flushed before every call: what is measured is sharing within the c
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from jaxprefill import Engine, __version__
+from benchmarks.meta import describe_run
+from jaxprefill import Engine
 
 LABELS = [504, 314]
 
@@ -63,18 +60,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     ratio = rows[1]["median_s"] / rows[0]["median_s"]
     print(f"sharing is {ratio:.1f} times faster")
-    meta = {
-        "command": " ".join(["python", "-m", "benchmarks.prefix_sharing", *sys.argv[1:]]),
-        "versions": {
-            "jaxprefill": __version__,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-        },
-        "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-        "ratio": round(ratio, 2),
-    }
+    meta = describe_run("benchmarks.prefix_sharing") | {"ratio": round(ratio, 2)}
     if args.json:
         args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 
