@@ -31,6 +31,12 @@ class Wants:
     class_logits: bool = False
     priority: int = 0
 
+    def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise RequestError(
+                f"priority must be an integer, got {self.priority!r}", param="priority"
+            )
+
 
 NOTHING_MORE = Wants()
 

@@ -39,9 +39,8 @@ def is_list(value: Any) -> bool:
 
 def as_params(params: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams for each of `count` prompts."""
-    many: list[Any] = (
-        list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * count
-    )
+    one = SamplingParams() if params is None else params
+    many: list[Any] = list(one) if isinstance(one, (list, tuple)) else [one] * count
     if len(many) != count or not all(isinstance(one, SamplingParams) for one in many):
         raise RequestError(
             f"params must be a SamplingParams or {count} of them, got {params!r}", param="params"

@@ -75,6 +75,10 @@ class EngineCore:
         if state is not None:
             self.scheduler.finish(state)
 
+    def is_known(self, request_id: str) -> bool:
+        """Whether a request is waiting or running."""
+        return request_id in self._states
+
     @property
     def has_work(self) -> bool:
         """Whether another step would do anything."""

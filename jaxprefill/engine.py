@@ -1,7 +1,7 @@
 """The Python API: prompts in, completions and logprobs out, in input order."""
 
+import itertools
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,6 @@ from jaxprefill.arguments import (
     joined_prompts,
     without_padding,
 )
-from jaxprefill.collector import Collector
 from jaxprefill.config import make_config
 from jaxprefill.embeddings import (
     Matrix,
@@ -29,6 +28,7 @@ from jaxprefill.embeddings import (
 )
 from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.kernels.device import describe_device, free_memory_bytes
+from jaxprefill.loop import EngineLoop
 from jaxprefill.plan import EnginePlan, make_plan
 from jaxprefill.prefill.compiler import ExecutableRecord
 from jaxprefill.request import Completion, Request, SamplingParams
@@ -43,8 +43,8 @@ Messages = Sequence[Mapping[str, Any]]
 class Engine:
     """A model behind a ladder of compiled prefill executables.
 
-    Use it as a context manager, or call `close`. Calls from several threads run one after
-    another; give many prompts to one call instead. After construction nothing compiles any more.
+    Use it as a context manager, or call `close`. Calls from several threads
+    run together and share batches. After construction nothing compiles any more.
     """
 
     def __init__(
@@ -84,9 +84,8 @@ class Engine:
             has_lm_head=self.plan.model.has_lm_head,
         )
         self._rerank_format = RerankFormat(self.plan.model, self._admission)
-        self._num_prompts = 0
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._numbers = itertools.count(1)
+        self._loop = EngineLoop(self._core, self.tokenizer)
 
     def generate(
         self,
@@ -107,7 +106,7 @@ class Engine:
         """
         many = as_prompts(prompts)
         each = as_params(params, len(many))
-        return self._run(self._requests(many, each, wants=Wants(priority=priority)))
+        return self._loop.run(self._requests(many, each, wants=Wants(priority=priority)))
 
     def logprobs(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
         """The raw logprob of every prompt token given those before it; the first is None.
@@ -231,13 +230,12 @@ class Engine:
 
     def flush_cache(self) -> None:
         """Forgets all prefixes that no running request uses."""
-        with self._lock:
-            self._core.cache.flush()
+        self._loop.flush_cache()
 
     def _read(self, name: str, prompts: list[Prompt], wants: Wants) -> list[Completion]:
         """Runs prompts for what their rows tell; nothing is generated."""
         params = [SamplingParams(max_tokens=0)] * len(prompts)
-        completions = self._run(self._requests(prompts, params, name=name, wants=wants))
+        completions = self._loop.run(self._requests(prompts, params, name=name, wants=wants))
         if any(completion.finish_reason == "error" for completion in completions):
             raise JaxPrefillError(
                 "the model gave values that are not numbers; its weights or dtype are at fault"
@@ -314,10 +312,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees the device's arrays; the engine cannot be used afterwards."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._core.state.delete()
+        self._loop.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -342,49 +337,10 @@ class Engine:
         requests: list[Request] = []
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             with naming_item(name, index, len(prompts)):
-                requests += self._admission.requests(self._next_id(), prompt, one, wants=wants)
+                requests += self._admission.requests(
+                    f"prompt-{next(self._numbers)}", prompt, one, wants=wants
+                )
         return requests
-
-    def _next_id(self) -> str:
-        self._num_prompts += 1
-        return f"prompt-{self._num_prompts}"
-
-    def _run(self, requests: list[Request]) -> list[Completion]:
-        """Runs requests to their end; whatever happens, none is left behind."""
-        with self._lock:
-            if self._is_closed:
-                raise JaxPrefillError("the engine is closed; make a new one")
-            return self._run_alone(requests)
-
-    def _run_alone(self, requests: list[Request]) -> list[Completion]:
-        collectors = {request.id: Collector(request, self.tokenizer) for request in requests}
-        try:
-            for request in requests:
-                self._core.add(request)
-            while not all(collector.is_finished for collector in collectors.values()):
-                self._step(collectors)
-        finally:
-            for request in requests:
-                self._core.abort(request.id)
-            while self._core.has_work:
-                self._core.step()
-        return [collectors[request.id].completion() for request in requests]
-
-    def _step(self, collectors: dict[str, Collector]) -> None:
-        for update in self._core.step():
-            collector = collectors.get(update.request.id)
-            if collector is None or collector.is_finished:
-                continue
-            collector.cached_tokens = update.cached_tokens
-            collector.add_prompt_logprobs(update.prompt_logprobs)
-            collector.add_label_scores(update.label_scores)
-            collector.add_vectors(update.hidden_sum, update.class_logits)
-            for token in update.tokens:
-                collector.add_token(*token)
-            if update.finish_reason is not None:
-                collector.finish(update.finish_reason)
-            elif collector.is_finished:  # a stop string, which only the text shows
-                self._core.abort(update.request.id)
 
 
 def _log_compiled(record: ExecutableRecord, total: int) -> None:

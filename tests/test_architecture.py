@@ -34,6 +34,7 @@ LAYERS = [
     ["reranking"],
     ["step"],
     ["core"],
+    ["loop"],
     ["assembly"],
     ["startup"],
     ["engine"],

@@ -1,6 +1,8 @@
 """The engine against the float64 oracle: whole, chunked, batched, mixed, padded."""
 
 import json
+import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -285,3 +287,57 @@ def test_stats_are_ready_for_json(engine):
     stats = json.loads(json.dumps(engine.stats()))
     assert stats["memory"]["weights"] > 0 and stats["memory"]["kv_pool"] > 0
     assert {record["name"] for record in stats["compiled"]} >= {"greedy 1", "prefill 8x4x160"}
+
+
+def test_interrupts_at_any_moment_leave_an_engine_that_works(checkpoint):
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    with tiny_engine(checkpoint) as made:
+        wanted = made.generate(["abc"], params)[0].token_ids
+        for index in range(12):
+            timer = threading.Timer(0.003 + 0.0017 * index, signal.raise_signal, [signal.SIGINT])
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    made.generate(["abc" * 5], params)
+            timer.join()
+            assert made.generate(["abc"], params)[0].token_ids == wanted
+        assert made.stats()["kv_pages"]["free"] == made.stats()["kv_pages"]["total"]
+
+
+def test_calls_of_several_threads_share_steps(checkpoint):
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    with tiny_engine(checkpoint) as made:
+        alone = [made.generate([text], params)[0].token_ids for text in ("ab", "cd", "ef")]
+        passes = made.stats()["passes"]["decode"]
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(made.generate, [text], params) for text in ("ab", "cd", "ef")]
+            together = [call.result()[0].token_ids for call in calls]
+        assert together == alone
+        assert made.stats()["passes"]["decode"] - passes < passes
+
+
+def test_closing_ends_running_calls_and_all_later_ones(checkpoint):
+    with tiny_engine(checkpoint) as made, ThreadPoolExecutor(1) as pool:
+        long = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
+        call = pool.submit(lambda: [made.generate(["a"], long) for _ in range(1000)])
+        while made.stats()["passes"].get("decode", 0) < 5:
+            pass
+        made.close()
+        with pytest.raises(JaxPrefillError, match="closed"):
+            call.result()
+        for action in (made.flush_cache, lambda: made.generate(["a"])):
+            with pytest.raises(JaxPrefillError, match="closed"):
+                action()
+        made.close()
+
+
+@pytest.mark.parametrize("priority", ["x", None, True, 1.5])
+def test_a_priority_is_an_integer(engine, priority):
+    with pytest.raises(RequestError, match="priority must be an integer"):
+        engine.generate("a", priority=priority)
+
+
+@pytest.mark.parametrize("params", [{}, 0, "", False])
+def test_only_none_means_default_params(engine, params):
+    with pytest.raises(RequestError, match="params must be"):
+        engine.generate("a", params)
