@@ -59,10 +59,11 @@ def test_a_last_row_is_the_oracles_and_takes_cache_hits(engine, checkpoint):
     wanted = np.array([reference_embedding(checkpoint, ids) for ids in prompts()])
     engine.flush_cache()
     np.testing.assert_allclose(engine.embed(prompts()), wanted, atol=1e-4)
-    before = engine.stats()["cached_tokens"]
+    before = engine.stats()
     np.testing.assert_allclose(engine.embed(prompts()), wanted, atol=1e-4)
-    assert engine.stats()["cached_tokens"] > before
-    assert engine.stats()["compilations_after_ready"] == 0
+    after = engine.stats()
+    assert after["cached_tokens"] > before["cached_tokens"]
+    assert after["compilations_after_ready"] == before["compilations_after_ready"]
 
 
 def test_dimensions_cut_before_lengths_become_one(engine, checkpoint):
