@@ -188,11 +188,10 @@ def naming_item(name: str, index: int, count: int) -> Generator[None]:
 
 
 def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    what = param if param.endswith("ids") else f"{param} ids"
     for token in ids:
         if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"{param} ids must be 0 to {vocab_size - 1}, got {token}", param=param
-            )
+            raise RequestError(f"{what} must be 0 to {vocab_size - 1}, got {token}", param=param)
 
 
 def _as_id(token: Any, param: str = "prompt") -> int:
@@ -201,7 +200,8 @@ def _as_id(token: Any, param: str = "prompt") -> int:
             raise TypeError
         return operator.index(token)
     except TypeError:
-        raise RequestError(f"{param} ids must be integers, got {token!r}", param=param) from None
+        what = param if param.endswith("ids") else f"{param} ids"
+        raise RequestError(f"{what} must be integers, got {token!r}", param=param) from None
 
 
 def _stream_seed(seed: int, index: int) -> int:

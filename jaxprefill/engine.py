@@ -211,9 +211,10 @@ class Engine:
     ) -> list[float]:
         """How well each document answers the query, 0 to 1, in the order of the documents.
 
-        A language model is asked as Qwen3-Reranker is, and the score is the share of "yes" against
-        "no"; the prompts' common beginning is computed once. A classifier of one label gives its
-        score: Qwen3's of the same prompt, others' of the pair as the tokenizer joins it.
+        A language model, trained for it or not, is asked as Qwen3-Reranker is, and the score is
+        the share of "yes" against "no"; the prompts' common beginning is computed once. A
+        classifier of one label gives its score: Qwen3's of the same prompt, others' of the pair as
+        the tokenizer joins it.
 
         Args:
             query: what is asked.
@@ -221,7 +222,8 @@ class Engine:
             instruction: what counts as an answer; None: that of a web search.
 
         Raises:
-            RequestError: an argument is invalid, or the model is no reranker; nothing was run.
+            RequestError: an argument is invalid, or the model cannot be asked: a classifier of
+                several labels, or no token for "yes" or "no"; nothing was run.
         """
         prompts = self._rerank_format.prompts(query, documents, instruction)
         if self.plan.model.classifier is not None:

@@ -69,7 +69,10 @@ class SamplingParams:
         _check_int("n", self.n, 1, 1024)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_int("min_tokens", self.min_tokens, 0, None)
+        if self.min_tokens > self.max_tokens:
+            rule = f"at most max_tokens, which is {self.max_tokens}"
+            raise _wrong("min_tokens", rule, self.min_tokens)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, is_low_open=True)
@@ -207,6 +210,7 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
         raise _wrong("logit_bias", "a mapping from token id to a number", bias)
     plain = {_plain_number(token): _plain_number(value) for token, value in bias.items()}
     for token, value in plain.items():
-        _check_int("logit_bias", token, 0, None)
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise _wrong("logit_bias", "a mapping whose keys are token ids", token)
         _check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
     return plain

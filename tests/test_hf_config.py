@@ -58,6 +58,11 @@ def test_an_unknown_architecture_is_named_and_the_known_ones_listed():
         read_config({"model_type": "odd"} | SIZES)
 
 
+def test_architectures_must_be_a_list():
+    with pytest.raises(CheckpointError, match="must be a list with one name, got 'LlamaFor"):
+        read_config({"architectures": "LlamaForCausalLM"} | SIZES)
+
+
 def test_model_type_stands_in_for_missing_architectures():
     assert read_config({"model_type": "qwen3"} | SIZES).architecture == "Qwen3ForCausalLM"
 

@@ -52,6 +52,7 @@ ADMISSION = Admission(
         ("repetition_penalty", 0),
         ("logit_bias", {1: 1000}),
         ("logit_bias", {-1: 1}),
+        ("logit_bias", {"5": 1}),
         ("logit_bias", [1]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [1.5]),

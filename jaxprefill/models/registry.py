@@ -39,10 +39,15 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
             "config.json: quantization_config is set, and quantised weights in safetensors are "
             "not supported; use the model's unquantised weights or a GGUF file"
         )
-    names = hf.get("architectures") or [
+    named = hf.get("architectures")
+    if named is not None and not isinstance(named, (list, tuple)):
+        raise CheckpointError(
+            f"config.json: architectures must be a list with one name, got {named!r}"
+        )
+    names = named or [
         name for name, found in ARCHITECTURES.items() if found.model_type == hf.get("model_type")
     ]
-    if not isinstance(names, (list, tuple)) or not names:
+    if not names:
         raise _unsupported(f"model_type {hf.get('model_type')!r}")
     found, head = _find(names[0]), read_head(names[0], hf)
     config = found.read_config({**hf, "architectures": [names[0]]})
