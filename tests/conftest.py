@@ -30,6 +30,13 @@ def compile_cache():
         yield folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def executables_are_dropped():
+    """jax keeps every executable, and each some sixty memory maps, of which a process has 65530."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def checkpoint() -> TinyCheckpoint:
     return TinyCheckpoint()
