@@ -169,8 +169,8 @@ class PrefixCache:
 
         Args:
             lease: left empty.
-            keys: the tokens of all full pages whose KV was dispatched, where they go beyond the
-                lease's nodes: generated text, that a next turn of a conversation starts with.
+            keys: the tokens of the full pages behind the lease's nodes whose KV was dispatched:
+                generated text, that a next turn of a conversation starts with.
         """
         own = dict(enumerate(lease.pages[len(lease.nodes) :], len(lease.nodes)))
         ready = [node for node in lease.nodes if node.is_ready]
@@ -179,10 +179,10 @@ class PrefixCache:
         chain = list[PrefixNode]()
         if len(ready) == len(lease.nodes):
             parent = ready[-1] if ready else self._root
-            for index in range(len(ready), len(keys)):
-                node = parent.children.get(keys[index])
+            for index, key in enumerate(keys, len(ready)):
+                node = parent.children.get(key)
                 if node is None:
-                    node = self._add(parent, keys[index], own.pop(index))
+                    node = self._add(parent, key, own.pop(index))
                     node.is_ready = True
                 elif not node.is_ready:  # another request is computing it
                     break

@@ -101,12 +101,6 @@ class Scheduler:
         To be called when the batch before was dispatched, or its requests were finished.
         """
         self._settle()
-        batch = self._form_batch()
-        for row in batch.rows if batch is not None else ():
-            assert row.q_len > 0, "every row computes something"
-        return batch
-
-    def _form_batch(self) -> Batch | None:
         decoding = self._grow(self._decodable())
         if self._can_ride(decoding):
             rows = self._prefill_rows(decoding)
@@ -216,10 +210,10 @@ class Scheduler:
 
     def _aim(self, state: RequestState) -> None:
         """Sets what is to be prefilled: all tokens known now."""
-        known = state.known_ids
-        if state.target != len(known):
-            state.target = len(known)
-            state.keys = self._cache.keys(known) if state.request.is_spared_by_prefix else []
+        if state.target != state.num_known:
+            state.target, state.keys = state.num_known, []
+            if state.request.is_spared_by_prefix:
+                state.keys = self._cache.keys(state.known_ids(0, state.target))
 
     def _admit(self, state: RequestState, hit: Hit) -> bool:
         """A slot and all pages of its prefill, or nothing."""
@@ -246,7 +240,9 @@ class Scheduler:
 
     def _release(self, state: RequestState) -> None:
         """Gives pages and slot back; pages of settled tokens stay known."""
-        self._cache.release(state.lease, self._cache.keys(state.known_ids[: state.num_settled]))
+        held = len(state.lease.nodes) * self._cache.page_size
+        beyond = state.known_ids(held, state.num_settled)
+        self._cache.release(state.lease, self._cache.keys(beyond))
         assert state.slot is not None, "a running request holds a slot"
         self._free_slots.append(state.slot)
         state.slot, state.is_slot_ready = None, False

@@ -98,9 +98,15 @@ class RequestState:
         return self.num_sampled < self.max_tokens
 
     @property
-    def known_ids(self) -> tuple[int, ...]:
+    def num_known(self) -> int:
         """Prompt and generated tokens the host knows."""
-        return (*self.request.prompt_ids, *self.output_ids)
+        return self.request.prompt_length + len(self.output_ids)
+
+    def known_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Those from `start` to `end`, or as many as there are; copies no others."""
+        prompt = self.request.prompt_length
+        generated = self.output_ids[max(start - prompt, 0) : max(end - prompt, 0)]
+        return (*self.request.prompt_ids[start:end], *generated)
 
     def hit(self, match: Match, page_size: int) -> "Hit":
         """How far a match spares computing.
@@ -141,7 +147,7 @@ class RequestState:
         return BatchRow(
             request_id=self.request.id,
             slot=self._held_slot(),
-            token_ids=self.known_ids[start:end],
+            token_ids=self.known_ids(start, end),
             kv_len=end,
             pages=self.lease.pages,
             num_shared=self.num_shared,
