@@ -203,7 +203,7 @@ def _assemble(rig: Rig, path: str, body: Body, done: dict[str, Compiled]) -> Non
     if path in ("full", "decode"):
         everywhere = replicated(make_mesh())
         staging = None if pinned() is None else Staging(body.layout, done[MARK], everywhere)
-        rig.executables[path, key] = PrefillExecutable(key, body, done[name], staging)
+        rig.executables[path, key] = PrefillExecutable(body.layout, done[name], staging)
         rig.temp_bytes[path, key] = done[name].record.temp_bytes
         return
     executable = LayerwiseExecutable(name, key, body, done)

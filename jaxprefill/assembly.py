@@ -21,7 +21,6 @@ from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
 from jaxprefill.prefill.forward import Body
 from jaxprefill.prefill.fused import make_body
-from jaxprefill.prefill.padding import BufferLayout
 from jaxprefill.prefill.policy import PrefillPolicy
 from jaxprefill.prefill.runner import PrefillRunner
 from jaxprefill.prefill.staging import MARK, Staging, mark_job, pinned_sharding
@@ -97,12 +96,7 @@ class Assembly:
         )
         heads.prepare(state)
         decode = {
-            slots: PrefillExecutable(
-                plan.decode_key(slots),
-                self._whole(plan.decode_key(slots), is_decode=True),
-                compiled[f"decode {plan.decode_key(slots)}"],
-                self._staging(plan.layout(plan.decode_key(slots), is_decode=True), compiled),
-            )
+            slots: self._executable("decode", plan.decode_key(slots), compiled)
             for slots in plan.decode_slots
         }
         return EngineCore(
@@ -122,13 +116,7 @@ class Assembly:
         executables: dict[ShapeKey, Any] = {}
         if backend == "full":
             executables = {
-                key: PrefillExecutable(
-                    key,
-                    self._whole(key),
-                    compiled[f"prefill {key}"],
-                    self._staging(plan.layout(key), compiled),
-                )
-                for key in plan.ladder.keys
+                key: self._executable("prefill", key, compiled) for key in plan.ladder.keys
             }
         elif backend == "layerwise":
             executables = self._layerwise("layerwise", plan.ladder, state, compiled)
@@ -157,10 +145,13 @@ class Assembly:
     def _pinned(self) -> NamedSharding | None:
         return pinned_sharding(replicated(self.mesh)) if self._is_staged else None
 
-    def _staging(self, layout: BufferLayout, compiled: dict[str, Compiled]) -> Staging | None:
-        if not self._is_staged:
-            return None
-        return Staging(layout, compiled[MARK], replicated(self.mesh))
+    def _executable(
+        self, path: str, key: ShapeKey, compiled: dict[str, Compiled]
+    ) -> PrefillExecutable:
+        layout, staging = self.plan.layout(key, is_decode=path == "decode"), None
+        if self._is_staged:
+            staging = Staging(layout, compiled[MARK], replicated(self.mesh))
+        return PrefillExecutable(layout, compiled[f"{path} {key}"], staging)
 
     def _layerwise_jobs(self, path: str, ladder: BucketLadder) -> list[CompileJob]:
         return [

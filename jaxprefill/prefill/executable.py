@@ -17,7 +17,7 @@ from jaxprefill.models.tree import Leaves
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.forward import Body, resolve_ids, unpack, write_hidden
-from jaxprefill.prefill.padding import Buffer, pad
+from jaxprefill.prefill.padding import Buffer, BufferLayout, pad
 from jaxprefill.prefill.staging import Staging
 
 
@@ -25,11 +25,11 @@ class PrefillExecutable:
     """One whole forward pass, one XLA executable."""
 
     def __init__(
-        self, key: ShapeKey, body: Body, compiled: Compiled, staging: Staging | None = None
+        self, layout: BufferLayout, compiled: Compiled, staging: Staging | None = None
     ) -> None:
-        """`compiled` is `body` at `key`'s shape; with no `staging` it takes host memory."""
-        self.key = key
-        self._layout = body.layout
+        """`compiled` is a body of `layout`; with no `staging` it takes host memory."""
+        self.key = layout.key
+        self._layout = layout
         self._compiled = compiled.call
         self._staging = staging
 

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention import AttentionBackend, AttentionSpec, RaggedBatch
-from jaxprefill.models.decoder import LayerInputs, Pools, attention_specs
+from jaxprefill.models.decoder import Decoder, LayerInputs, Pools, attention_specs
 from jaxprefill.models.tree import LayerLeaves, Leaves, ModelTree
 from jaxprefill.prefill.padding import BufferLayout
 
@@ -100,10 +100,22 @@ class Body:
         layer_inputs = LayerInputs(model.rotary(inputs.positions), inputs.batch)
         with jax.named_scope("embed"):
             rows = model.embed(resolve_ids(inputs.ids, last_tokens))
+        rows, pools = self._normed_layers(model, leaves, rows, pools, layer_inputs)
+        return pools, write_hidden(hidden, rows)
+
+    def _normed_layers(
+        self,
+        model: Decoder,
+        leaves: Leaves,
+        rows: Float[Array, "T E"],
+        pools: Pools,
+        inputs: LayerInputs,
+    ) -> tuple[Float[Array, "T E"], Pools]:
+        """All layers and the final norm."""
         layers = self._looped if self.is_looped else self._unrolled
-        rows, pools = layers(leaves, rows, pools, layer_inputs)
+        rows, pools = layers(leaves, rows, pools, inputs)
         with jax.named_scope("final_norm"):
-            return pools, write_hidden(hidden, model.final_norm(rows))
+            return model.final_norm(rows), pools
 
     def _unrolled(
         self,

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention import AttentionBackend
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
@@ -13,10 +13,10 @@ from jaxprefill.kernels.decoder_layer import (
     make_fused_layer,
     start_stream,
 )
-from jaxprefill.models.decoder import LayerInputs, Pools, attention_specs
+from jaxprefill.models.decoder import Decoder, LayerInputs, Pools, attention_specs
 from jaxprefill.models.fused import lacks_fusion, layer_sizes, layer_weights
 from jaxprefill.models.tree import Leaves, ModelTree
-from jaxprefill.prefill.forward import Body, resolve_ids, unpack, write_hidden
+from jaxprefill.prefill.forward import Body
 from jaxprefill.prefill.padding import BufferLayout
 
 
@@ -61,21 +61,18 @@ class FusedBody(Body):
             for spec in attention_specs(tree.config)
         }
 
-    def __call__(
+    def _normed_layers(
         self,
+        model: Decoder,
         leaves: Leaves,
+        rows: Float[Array, "T E"],
         pools: Pools,
-        hidden: Shaped[Array, "tokens E"],
-        last_tokens: Int32[Array, " C"],
-        buffer: Int32[Array, " words"],
-    ) -> tuple[Pools, Shaped[Array, "tokens E"]]:
-        """See `Body.__call__`."""
+        inputs: LayerInputs,
+    ) -> tuple[Float[Array, "T E"], Pools]:
+        """See `Body._normed_layers`; the last product carries the final norm."""
         (pool,) = pools
-        model, inputs = self.tree.bind(leaves), unpack(buffer, self.layout)
-        layer_inputs = LayerInputs(model.rotary(inputs.positions), inputs.batch)
         norms = self.tree.leaf(leaves, "norms")
         with jax.named_scope("embed"):
-            rows = model.embed(resolve_ids(inputs.ids, last_tokens))
             stream = start_stream(
                 rows,
                 norms[0],
@@ -87,10 +84,10 @@ class FusedBody(Body):
         for index, window in enumerate(self.tree.config.windows):
             own = self.tree.layer_leaves(leaves, index)
             stream, pool = layer_fn(
-                own, norms, stream, pool, jnp.int32(index), layer_inputs, window=window
+                own, norms, stream, pool, jnp.int32(index), inputs, window=window
             )
         with jax.named_scope("final_norm"):
-            return (pool,), write_hidden(hidden, finish_stream(stream, self.tree.config.norm_eps))
+            return finish_stream(stream, self.tree.config.norm_eps), (pool,)
 
     def _fused_layer(
         self,

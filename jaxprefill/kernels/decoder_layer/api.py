@@ -58,7 +58,12 @@ FusedLayer = Callable[
 ]
 
 
+def norm_scale(stream: LayerStream, norm_eps: float) -> Float32[Array, "T 1"]:
+    """What the norm multiplies each row by, its weight left aside."""
+    mean = stream.squares.sum(1, keepdims=True) / stream.hidden.shape[1]
+    return lax.rsqrt(mean + norm_eps)
+
+
 def finish_stream(stream: LayerStream, norm_eps: float) -> Float32[Array, "T E"]:
     """The normed rows: what the product after the norm would multiply."""
-    mean = stream.squares.sum(1, keepdims=True) / stream.hidden.shape[1]
-    return stream.scaled.astype(jnp.float32) * lax.rsqrt(mean + norm_eps)
+    return stream.scaled.astype(jnp.float32) * norm_scale(stream, norm_eps)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxprefill.kernels.decoder_layer.api import LayerStream
+from jaxprefill.kernels.decoder_layer.api import LayerStream, norm_scale
 
 
 def project(
@@ -52,8 +52,7 @@ def project_residual(
 def _normed_product(
     stream: LayerStream, weight: Float[Array, "outputs E"], norm_eps: float
 ) -> Float32[Array, "T outputs"]:
-    mean = stream.squares.sum(1, keepdims=True) / stream.hidden.shape[1]
-    return _product(stream.scaled, weight) * lax.rsqrt(mean + norm_eps)
+    return _product(stream.scaled, weight) * norm_scale(stream, norm_eps)
 
 
 def _product(
