@@ -109,7 +109,7 @@ class Admission:
             raise RequestError(
                 f"prompt must hold at least one token, got {prompt!r}", param="prompt"
             )
-        self._check_ids("prompt", ids)
+        _check_ids("prompt", ids, self.vocab_size)
         return ids
 
     def label_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -166,9 +166,6 @@ class Admission:
                 param="prompt",
             )
 
-    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
-        _check_ids(param, ids, self.vocab_size)
-
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raises RequestError if parameters name an id that a model of this vocabulary lacks."""
@@ -188,10 +185,9 @@ def naming_item(name: str, index: int, count: int) -> Generator[None]:
 
 
 def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
-    what = param if param.endswith("ids") else f"{param} ids"
     for token in ids:
         if not 0 <= token < vocab_size:
-            raise RequestError(f"{what} must be 0 to {vocab_size - 1}, got {token}", param=param)
+            raise _wrong_id(param, f"0 to {vocab_size - 1}", token)
 
 
 def _as_id(token: Any, param: str = "prompt") -> int:
@@ -200,8 +196,12 @@ def _as_id(token: Any, param: str = "prompt") -> int:
             raise TypeError
         return operator.index(token)
     except TypeError:
-        what = param if param.endswith("ids") else f"{param} ids"
-        raise RequestError(f"{what} must be integers, got {token!r}", param=param) from None
+        raise _wrong_id(param, "integers", token) from None
+
+
+def _wrong_id(param: str, rule: str, token: Any) -> RequestError:
+    what = param if param.endswith("ids") else f"{param} ids"
+    return RequestError(f"{what} must be {rule}, got {token!r}", param=param)
 
 
 def _stream_seed(seed: int, index: int) -> int:

@@ -64,8 +64,7 @@ def class_scores(logits: Matrix, activation: ClassActivation) -> Matrix:
     """Scores [n, labels]: probabilities that add up to 1, or each by itself, or the logits."""
     values = logits.astype(np.float64)
     if activation == "softmax":
-        weights = np.exp(values - values.max(axis=1, keepdims=True))
-        values = weights / weights.sum(axis=1, keepdims=True)
+        values = _softmax(values)
     if activation == "sigmoid":
         values = np.exp(-np.logaddexp(0, -values))  # never overflows
     return values.astype(np.float32)
@@ -89,5 +88,9 @@ def required_classifier(model: ModelConfig) -> ClassifierConfig:
 def label_probabilities(scores: Sequence[float], *, is_normalised: bool) -> list[float]:
     """Softmax of logits, or the probabilities of logprobs."""
     values = np.asarray(scores, np.float64)
-    weights = np.exp(values - values.max() if is_normalised else values)
-    return (weights / weights.sum() if is_normalised else weights).tolist()
+    return (_softmax(values) if is_normalised else np.exp(values)).tolist()
+
+
+def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(values - values.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)

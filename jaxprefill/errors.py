@@ -1,5 +1,7 @@
 """Every error a caller can meet. A message says rule, value and remedy."""
 
+from collections.abc import Collection
+
 
 class JaxPrefillError(Exception):
     """Root of all errors raised on purpose by jaxprefill."""
@@ -40,3 +42,9 @@ class FallbackError(JaxPrefillError):
 
 class KernelUnsupported(JaxPrefillError, NotImplementedError):
     """No attention backend can serve this model on this device; lists candidates and reasons."""
+
+
+def listed(names: Collection[str], *, limit: int = 12) -> str:
+    """The first names in order, and how many more there are, for a message."""
+    shown = ", ".join(sorted(names)[:limit]) or "none"
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -17,7 +17,6 @@ class PoolSpec:
         num_parts: entries a token has side by side, such as K and V.
         num_heads: entries a part has, shared out over devices.
         width: numbers an entry has.
-        table: the page table that finds its pages: requests with one table share one lease.
     """
 
     name: str
@@ -25,7 +24,6 @@ class PoolSpec:
     num_parts: int
     num_heads: int
     width: int
-    table: str = "context"
 
     @property
     def token_numbers(self) -> int:

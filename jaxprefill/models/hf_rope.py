@@ -59,6 +59,11 @@ def stretched_context(max_positions: int, rope: RopeConfig) -> int:
     return max_positions
 
 
+def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
+    """What yarn multiplies rotated heads by where nothing else is said (arXiv 2309.00071)."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
 def _one_for_all_layers(given: dict[str, Any]) -> dict[str, Any]:
     """Parameters by layer type are unpacked where all types share them."""
     by_type = {name: value for name, value in given.items() if name.endswith("_attention")}
@@ -90,12 +95,11 @@ def _read_yarn(hf: HfValues, rope: HfValues) -> dict[str, Any]:
     original = _original_context(hf, rope)
     factor = rope.number("factor", hf.integer("max_position_embeddings") / original)
 
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
-
-    default = scale(1.0)
+    default = yarn_attention_factor(factor)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        default = scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
+        scales = (rope.number(name) for name in ("mscale", "mscale_all_dim"))
+        one, all_dim = (yarn_attention_factor(factor, scale) for scale in scales)
+        default = one / all_dim
     return {
         "factor": factor,
         "original_context": original,

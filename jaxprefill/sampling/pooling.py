@@ -4,6 +4,7 @@ Executables of one row count, as a step asks for few rows and each costs little.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxprefill.config import PoolingKind
 from jaxprefill.device_state import DeviceState, StateShapes
 from jaxprefill.models.layers import linear
 from jaxprefill.prefill.compiler import Compiled, CompileJob
-from jaxprefill.sampling.runner import PendingScores
+from jaxprefill.sampling.runner import PendingScores, dispatch_pairs
 
 _SUM, _CLASSIFY = "sum_hidden", "classify"
 
@@ -98,12 +99,5 @@ class PoolingRunner:
     def _run(
         self, name: str, arrays: tuple[Array, ...], spans: Sequence[HiddenSpan]
     ) -> PendingScores:
-        blocks: list[Array] = []
-        for start in range(0, len(spans), self._num_rows):
-            part = spans[start : start + self._num_rows]
-            buffer = np.zeros((self._num_rows, 2), np.int32)
-            buffer[: len(part)] = np.array(part, np.int32)
-            block = self._call[name](*arrays, buffer)
-            block.copy_to_host_async()
-            blocks.append(block)
-        return PendingScores(blocks, len(spans), self._num_rows)
+        call = partial(self._call[name], *arrays)
+        return dispatch_pairs(call, spans, (self._num_rows,))

@@ -118,17 +118,10 @@ class HeadRunner:
         return self._score(state, rows, "logits")
 
     def _score(self, state: DeviceState, rows: Sequence[RowToScore], kind: str) -> "PendingScores":
-        blocks: list[Array] = []
-        largest = self._score_rows[-1]
-        for start in range(0, len(rows), largest):
-            part = rows[start : start + largest]
-            size = next(size for size in self._score_rows if size >= len(part))
-            buffer = np.zeros((size, 2), np.int32)
-            buffer[: len(part)] = part
-            block = self._call[f"{kind} {size}"](state.head, state.hidden, buffer)
-            block.copy_to_host_async()
-            blocks.append(block)
-        return PendingScores(blocks, len(rows), largest)
+        def call(buffer: Int32[np.ndarray, "r 2"]) -> Array:
+            return self._call[f"{kind} {len(buffer)}"](state.head, state.hidden, buffer)
+
+        return dispatch_pairs(call, rows, self._score_rows)
 
     def _mask(
         self, state: DeviceState, rows: Sequence[RowToSample], size: int
@@ -143,6 +136,26 @@ class HeadRunner:
 
     def _full_mask(self, state: DeviceState, rows: int) -> Int32[np.ndarray, "rows words"]:
         return full_mask(rows, num_valid=self._num_valid, vocab_size=state.bias.shape[1])
+
+
+def dispatch_pairs(
+    call: Callable[[Int32[np.ndarray, "r 2"]], Array],
+    pairs: Sequence[tuple[int, int]],
+    sizes: Sequence[int],
+) -> "PendingScores":
+    """Calls an executable on pairs of numbers, in blocks of its row counts `sizes`, ascending.
+
+    A block takes the smallest count that holds it; the rest of its lines are zero.
+    """
+    blocks: list[Array] = []
+    for start in range(0, len(pairs), sizes[-1]):
+        part = pairs[start : start + sizes[-1]]
+        buffer = np.zeros((next(size for size in sizes if size >= len(part)), 2), np.int32)
+        buffer[: len(part)] = part
+        block = call(buffer)
+        block.copy_to_host_async()
+        blocks.append(block)
+    return PendingScores(blocks, len(pairs), sizes[-1])
 
 
 class PendingTokens(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxprefill.config import PoolingConfig
 from jaxprefill.errors import CheckpointError
+from jaxprefill.models.hf_rope import yarn_attention_factor
 from jaxprefill.weights.gguf_file import GgufFile
 
 
@@ -248,9 +249,8 @@ def _yarn(fields: GgufFields, factor: float, attention: float) -> dict[str, Any]
     if fields.get("rope.scaling.yarn_log_multiplier") not in (None, 0.0, 0.1):
         value = fields.get("rope.scaling.yarn_log_multiplier")
         raise fields.error("rope.scaling.yarn_log_multiplier", "0.1 to be supported", value)
-    own = (0.1 * math.log(factor) + 1) if factor > 1 else 1.0
     return {
-        "attention_factor": attention * own,
+        "attention_factor": attention * yarn_attention_factor(factor),
         "beta_fast": fields.number("rope.scaling.yarn_beta_fast", default=32.0),
         "beta_slow": fields.number("rope.scaling.yarn_beta_slow", default=1.0),
     }

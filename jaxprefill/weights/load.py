@@ -1,13 +1,12 @@
 """Checkpoint tensors -> the model's leaves on the device. Names must match exactly."""
 
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from jaxprefill.errors import CheckpointError
+from jaxprefill.errors import CheckpointError, listed
 from jaxprefill.models.decoder import Fused
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import place
@@ -82,7 +81,7 @@ def check_names(checkpoint: Checkpoint) -> None:
     if missing or unexpected:
         raise CheckpointError(
             f"{checkpoint.name}: tensors do not match the architecture; "
-            f"missing: {_some(missing)}; unexpected: {_some(unexpected)}"
+            f"missing: {listed(missing)}; unexpected: {listed(unexpected)}"
         )
 
 
@@ -99,12 +98,6 @@ def check_shapes(checkpoint: Checkpoint, tree: ModelTree) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{checkpoint.name}: tensors have the wrong shape: {_some(wrong)}; the checkpoint "
+            f"{checkpoint.name}: tensors have the wrong shape: {listed(wrong)}; the checkpoint "
             "does not match its own configuration"
         )
-
-
-def _some(names: Collection[str], limit: int = 12) -> str:
-    shown = sorted(names)[:limit]
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(shown) or "none") + rest

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxprefill.errors import CheckpointError
+from jaxprefill.errors import CheckpointError, listed
 from jaxprefill.weights.json_file import read_object
 
 _SINGLE = "model.safetensors"
@@ -153,5 +153,4 @@ def _open(path: Path) -> dict[str, StoredTensor]:
 
 
 def _listed(names: set[str]) -> str:
-    shown = ", ".join(sorted(names)[:_SOME])
-    return shown + (f" and {len(names) - _SOME} more" if len(names) > _SOME else "")
+    return listed(names, limit=_SOME)
