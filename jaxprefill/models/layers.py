@@ -13,7 +13,11 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxprefill.config import Activation
-from jaxprefill.kernels.device import NARROW_ROWS, prefers_narrow_results
+from jaxprefill.kernels.device import (
+    NARROW_ROWS,
+    prefers_narrow_results,
+    prefers_weight_first,
+)
 from jaxprefill.models.sharding import LogicalAxes
 
 
@@ -64,15 +68,18 @@ def linear(
     """
     if isinstance(weight, WeightByLayer):
         return weight.apply(partial(linear, x))
-    contract = (((1,), (1,)), ((), ()))
     is_narrow = len(x) >= NARROW_ROWS and prefers_narrow_results()
-    return lax.dot_general(
-        x.astype(weight.dtype),
-        weight,
-        contract,
+    multiply = partial(
+        lax.dot_general,
+        dimension_numbers=(((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
         preferred_element_type=weight.dtype if is_narrow else jnp.float32,
     )
+    rows = x.astype(weight.dtype)
+    if prefers_weight_first(len(x), weight.dtype):
+        # Without the barrier XLA folds the transposition into the product: the other order again.
+        return lax.optimization_barrier(multiply(weight, rows)).T
+    return multiply(rows, weight)
 
 
 def rms_norm(
