@@ -167,7 +167,7 @@ class Simulation:
 
     def _prune(self):
         for name in [n for n, state in self.open.items() if state.status is Status.FINISHED]:
-            assert self.open.pop(name).lease.pages == []
+            assert not self.open.pop(name).lease.pages
 
     def run(self, most=1000):
         for _ in range(most):

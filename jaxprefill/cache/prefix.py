@@ -9,6 +9,7 @@ above it, so equal prefixes meet in equal nodes and nothing is ever copied:
 A node lives as long as a lease holds it, and after that until its page is needed.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class PrefixNode:
 class Lease:
     """A request's pages in order; the first `len(nodes)` belong to the tree, the rest to it."""
 
-    pages: list[int] = field(default_factory=list[int])
+    pages: "array[int]" = field(default_factory=lambda: array("i"))
     nodes: list[PrefixNode] = field(default_factory=list[PrefixNode])
 
 
@@ -144,7 +145,8 @@ class PrefixCache:
         if own is None:
             self._drop(match.nodes)
             return None
-        lease = Lease([node.page for node in match.nodes] + own, list(match.nodes))
+        pages = array("i", [*(node.page for node in match.nodes), *own])
+        lease = Lease(pages, list(match.nodes))
         for key, page in zip(keys[len(match.nodes) :], own, strict=False):
             node = self._add(lease.nodes[-1] if lease.nodes else self._root, key, page)
             node.num_holders = 1
@@ -154,7 +156,7 @@ class PrefixCache:
     def grow(self, lease: Lease, num_pages: int) -> bool:
         """Lengthens a lease to `num_pages`; False, and nothing taken, if there are too few."""
         own = self._take(num_pages - len(lease.pages))
-        lease.pages += own or []
+        lease.pages.extend(own or ())
         return own is not None
 
     def mark_ready(self, lease: Lease, num_tokens: int) -> None:
@@ -192,7 +194,7 @@ class PrefixCache:
         for node in chain:
             self._hold(node)
         self._drop((*ready, *chain))
-        lease.pages, lease.nodes = [], []
+        lease.pages, lease.nodes = array("i"), []
 
     def flush(self) -> None:
         """Forgets every page that no lease holds."""

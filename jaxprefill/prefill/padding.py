@@ -7,6 +7,8 @@ Every field is written to its full size on every call, into a fresh array that i
 read-only: jax may alias host memory until the step has run, and nothing can overwrite it.
 """
 
+import itertools
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,6 +73,11 @@ class BufferLayout:
         buffer.flags.writeable = False
         return buffer
 
+    def block(self, buffer: Buffer, first: str, last: str) -> Int32[np.ndarray, "fields n"]:
+        """A view of neighbouring fields of one length, a line each."""
+        words = buffer[self.slices[first].start : self.slices[last].stop]
+        return words.reshape(-1, math.prod(self.shapes[first]))
+
     def fields(self, buffer: Buffer) -> dict[str, Int32[np.ndarray, "..."]]:
         """Views of a buffer's fields."""
         return {name: buffer[at].reshape(self.shapes[name]) for name, at in self.slices.items()}
@@ -83,44 +90,51 @@ def pad(batch: Batch, layout: BufferLayout) -> Buffer:
         CapacityError: more tokens, requests or context than the shape holds.
     """
     check_fits(batch, layout.key)
+    rows = batch.rows
     buffer = layout.empty.copy()
-    fields = layout.fields(buffer)
-    fields["num_tokens"][...] = batch.num_tokens
-    fields["q_starts"].fill(batch.num_tokens)
-    at = 0
-    for index, row in enumerate(batch.rows):
-        _write_row(fields, row, index=index, at=at, page_size=layout.page_size)
-        at += row.q_len
-    slots, starts = plan_tiles(fields["q_lens"], layout.tiles.tile_q)
-    fields["num_tiles"][...] = len(slots)
-    fields["tile_slot"][: len(slots)] = slots
-    fields["tile_start"][: len(slots)] = starts
+    q_lens = [row.q_len for row in rows]
+    starts = [0, *itertools.accumulate(q_lens)]
+    buffer[layout.slices["num_tokens"]] = starts[-1]
+    buffer[layout.slices["q_starts"]] = starts[-1]
+    if rows:
+        numbers = np.array([q_lens, [row.kv_len for row in rows], starts[:-1]], np.int32)
+        layout.block(buffer, "q_lens", "q_starts")[:, : len(rows)] = numbers
+        _write_pages(layout.block(buffer, "page_table", "page_table"), rows, layout)
+        _write_tokens(buffer, rows, layout)
+        tiles = plan_tiles(q_lens, layout.tiles.tile_q)
+        buffer[layout.slices["num_tiles"]] = len(tiles[0])
+        layout.block(buffer, "tile_slot", "tile_start")[:, : len(tiles[0])] = tiles
     buffer.flags.writeable = False
     return buffer
 
 
-def _write_row(
-    fields: dict[str, Int32[np.ndarray, "..."]],
-    row: BatchRow,
-    *,
-    index: int,
-    at: int,
-    page_size: int,
+def _write_pages(
+    table: Int32[np.ndarray, "R W"], rows: tuple[BatchRow, ...], layout: BufferLayout
 ) -> None:
-    """One request's tokens from `at`, its lengths and its page-table row."""
-    q_len = row.q_len
-    positions = np.arange(row.kv_len - q_len, row.kv_len, dtype=np.int32)
-    pages = np.asarray(row.pages[: -(-row.kv_len // page_size)], np.int32)
-    new = slice(at, at + q_len)
-    # A negative id -(slot + 1) reads the last token sampled into that slot, on the device.
-    fields["ids"][new] = -(row.slot + 1) if row.token_ids is None else row.token_ids
-    fields["positions"][new] = positions
-    rows = pages[positions // page_size] * page_size + positions % page_size
-    fields["kv_rows"][new] = np.where(positions < row.num_shared, NO_ROW, rows)
-    fields["q_lens"][index] = q_len
-    fields["kv_lens"][index] = row.kv_len
-    fields["q_starts"][index] = at
-    fields["page_table"][index, : len(pages)] = pages
+    """Each request's pages, as many as its tokens fill."""
+    for row, line in zip(rows, table.reshape(layout.shapes["page_table"]), strict=False):
+        pages = row.pages[: -(-row.kv_len // layout.page_size)]
+        line[: len(pages)] = pages
+
+
+def _write_tokens(buffer: Buffer, rows: tuple[BatchRow, ...], layout: BufferLayout) -> None:
+    """Ids, positions and pool rows of all new tokens, request behind request."""
+    ids: list[int] = []
+    positions: list[int] = []
+    table_line: list[int] = []  # where the page table has the request's pages
+    for index, row in enumerate(rows):
+        # A negative id -(slot + 1) reads the last token sampled into that slot, on the device.
+        ids.extend((-(row.slot + 1),) if row.token_ids is None else row.token_ids)
+        positions.extend(range(row.kv_len - row.q_len, row.kv_len))
+        table_line.extend([index * layout.tiles.pages_per_slot] * row.q_len)
+    tokens = layout.block(buffer, "ids", "kv_rows")[:, : len(ids)]
+    tokens[0], tokens[1] = ids, positions
+    page, offset = np.divmod(tokens[1], layout.page_size)
+    table = buffer[layout.slices["page_table"]]
+    tokens[2] = table[page + table_line] * layout.page_size + offset
+    if any(row.num_shared for row in rows):
+        num_shared = np.repeat([row.num_shared for row in rows], [row.q_len for row in rows])
+        tokens[2, tokens[1] < num_shared] = NO_ROW
 
 
 def check_fits(batch: Batch, key: ShapeKey) -> None:

@@ -127,7 +127,7 @@ def _make_batch(
         q_lens[slot], kv_lens[slot], q_starts[slot] = q_len, kv_len, start
         page_table[slot, : len(own)] = own
         start += q_len
-    tile_slot, tile_start = plan_tiles(q_lens, tiles.tile_q)
+    tile_slot, tile_start = plan_tiles(case.q_lens, tiles.tile_q)
     return RaggedBatch(
         kv_rows=jnp.asarray(kv_rows),
         q_lens=jnp.asarray(q_lens),
@@ -140,8 +140,8 @@ def _make_batch(
     )
 
 
-def _filled(values: Int32[np.ndarray, " n"], length: int) -> Int32[np.ndarray, " N"]:
-    return np.pad(values, (0, length - len(values)))
+def _filled(values: list[int], length: int) -> Int32[np.ndarray, " N"]:
+    return np.array(values + [0] * (length - len(values)), np.int32)
 
 
 def _prefill(name: str, *q_lens: int, prefix: int = 0, **sizes: Any) -> AttentionCase:

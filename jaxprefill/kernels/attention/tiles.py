@@ -7,10 +7,8 @@ request, and the unused end of the list is never visited:
     tile_slot   [ 0, 0, 1, -, - ]    tile_start  [ 0, 4, 0, -, - ]    num_tiles 3
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
-
-import numpy as np
-from jaxtyping import Int32
 
 NO_ROW = 2**31 - 1  # the pool row of a padding token: it writes nowhere
 
@@ -36,12 +34,11 @@ def tile_capacity(num_tokens: int, num_slots: int, tile_q: int) -> int:
     return min(num_tokens, num_tokens // tile_q + num_slots)
 
 
-def plan_tiles(
-    q_lens: Int32[np.ndarray, " R"], tile_q: int
-) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+def plan_tiles(q_lens: Iterable[int], tile_q: int) -> tuple[list[int], list[int]]:
     """(tile_slot, tile_start) of the live tiles; starts count from the request's first token."""
-    counts = -(-q_lens // tile_q)
-    slots = np.repeat(np.arange(len(q_lens), dtype=np.int32), counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    starts = (np.arange(len(slots)) - first) * tile_q
-    return slots, starts.astype(np.int32)
+    slots: list[int] = []
+    starts: list[int] = []
+    for slot, q_len in enumerate(q_lens):
+        starts.extend(range(0, q_len, tile_q))
+        slots.extend([slot] * (len(starts) - len(slots)))
+    return slots, starts
