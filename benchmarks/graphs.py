@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _DUMP = "thunk_sequence_after_thunk_passes.txt"
+_THUNK = re.compile(r"^( *)\d+: (k\w+)", re.MULTILINE)
 _UPDATED = re.compile(r"Updated command buffer in (\d+) .s; num_commands=(\d+)")
 
 
@@ -25,10 +26,11 @@ class GraphUse(NamedTuple):
 
 
 class ModuleGraphs(NamedTuple):
-    """CUDA graphs of one executable, and the launches inside and outside them."""
+    """CUDA graphs of one executable, the launches in them, and what runs outside them, by kind."""
 
     graphs: int
     nodes: int
+    outside: dict[str, int]
 
 
 class GraphLog:
@@ -64,9 +66,11 @@ class GraphLog:
 
     def of_module(self, name: str) -> ModuleGraphs:
         """What the executable runs that XLA calls `jit_{name}`."""
-        kinds: collections.Counter[str] = collections.Counter()
+        inside, outside = 0, collections.Counter[str]()
         for path in self._folder.glob(f"*.jit_{name}.*{_DUMP}"):
-            text = path.read_text(errors="replace")
-            kinds.update(re.findall(r"^ *\d+: (k\w+)", text, re.MULTILINE))
-        graphs = kinds.pop("kCommandBuffer", 0)
-        return ModuleGraphs(graphs, kinds.total())
+            for indent, kind in _THUNK.findall(path.read_text(errors="replace")):
+                if indent:
+                    inside += 1
+                else:
+                    outside[kind] += 1
+        return ModuleGraphs(outside.pop("kCommandBuffer", 0), inside, dict(outside))

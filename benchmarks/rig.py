@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxprefill.batch import Batch, BatchRow, SampleSpec
 from jaxprefill.cache.kv_cache import pool_shapes
+from jaxprefill.cache.small_blocks import reserve_small_blocks
 from jaxprefill.config import ModelConfig, RopeConfig
 from jaxprefill.device_state import DeviceState
 from jaxprefill.kernels.attention import AttentionBackend
@@ -125,6 +126,7 @@ def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Ri
         last_tokens=zeros(64),
         history=zeros(1, 1),
         bias=zeros(1, 1, dtype=jnp.float32),
+        small_blocks=reserve_small_blocks(everywhere) if jax.default_backend() == "gpu" else (),
     )
     return Rig(sizes, tree, backend, dtype, state)
 
@@ -203,7 +205,9 @@ def _assemble(rig: Rig, path: str, body: Body, done: dict[str, Compiled]) -> Non
     if path in ("full", "decode"):
         everywhere = replicated(make_mesh())
         staging = None if pinned() is None else Staging(body.layout, done[MARK], everywhere)
-        rig.executables[path, key] = PrefillExecutable(body.layout, done[name], staging)
+        whole = PrefillExecutable(body.layout, done[name], staging)
+        whole.bind(rig.state)
+        rig.executables[path, key] = whole
         rig.temp_bytes[path, key] = done[name].record.temp_bytes
         return
     executable = LayerwiseExecutable(name, key, body, done)

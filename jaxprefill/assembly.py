@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxprefill.cache.kv_cache import pool_shapes
+from jaxprefill.cache.small_blocks import reserve_small_blocks
 from jaxprefill.core import EngineCore
 from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
@@ -82,6 +83,7 @@ class Assembly:
             history=zeros(shapes.history),
             bias=zeros(shapes.bias),
             classifier=self.tree.classifier(leaves),
+            small_blocks=reserve_small_blocks(replicated(self.mesh)) if self._is_staged else (),
         )
 
     def assemble(self, state: DeviceState, compiled: dict[str, Compiled]) -> EngineCore:
@@ -96,7 +98,7 @@ class Assembly:
         )
         heads.prepare(state)
         decode = {
-            slots: self._executable("decode", plan.decode_key(slots), compiled)
+            slots: self._executable("decode", plan.decode_key(slots), state, compiled)
             for slots in plan.decode_slots
         }
         return EngineCore(
@@ -116,7 +118,7 @@ class Assembly:
         executables: dict[ShapeKey, Any] = {}
         if backend == "full":
             executables = {
-                key: self._executable("prefill", key, compiled) for key in plan.ladder.keys
+                key: self._executable("prefill", key, state, compiled) for key in plan.ladder.keys
             }
         elif backend == "layerwise":
             executables = self._layerwise("layerwise", plan.ladder, state, compiled)
@@ -146,12 +148,14 @@ class Assembly:
         return pinned_sharding(replicated(self.mesh)) if self._is_staged else None
 
     def _executable(
-        self, path: str, key: ShapeKey, compiled: dict[str, Compiled]
+        self, path: str, key: ShapeKey, state: DeviceState, compiled: dict[str, Compiled]
     ) -> PrefillExecutable:
         layout, staging = self.plan.layout(key, is_decode=path == "decode"), None
         if self._is_staged:
             staging = Staging(layout, compiled[MARK], replicated(self.mesh))
-        return PrefillExecutable(layout, compiled[f"{path} {key}"], staging)
+        executable = PrefillExecutable(layout, compiled[f"{path} {key}"], staging)
+        executable.bind(state)
+        return executable
 
     def _layerwise_jobs(self, path: str, ladder: BucketLadder) -> list[CompileJob]:
         return [

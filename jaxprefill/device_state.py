@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Float32, Int32, Shaped
 
+from jaxprefill.cache.small_blocks import SmallBlocks
 from jaxprefill.models.decoder import Pools
 from jaxprefill.models.tree import Leaves
 
@@ -37,6 +38,7 @@ class DeviceState:
         history: per slot and token id: how often it was generated, plus PROMPT_FLAG if it
             stands in the prompt; kept only for requests with penalties.
         bias: per slot and token id: what is added to its logit.
+        small_blocks: what keeps room for small arrays free, on a GPU.
     """
 
     leaves: Leaves
@@ -47,6 +49,7 @@ class DeviceState:
     history: Int32[Array, "C V"]
     bias: Float32[Array, "C V"]
     classifier: Shaped[Array, "labels E"] | None = None
+    small_blocks: SmallBlocks = ()
 
     def delete(self) -> None:
         """Frees every array now, rather than when the last reference goes."""

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprefill.cache.small_blocks import reserve_small_blocks
 from jaxprefill.models.sharding import make_mesh, replicated
+from jaxprefill.prefill.bound import BoundExecutable
 from jaxprefill.prefill.compiler import CPU_OPTIONS, CompileJob, compile_job
 from jaxprefill.prefill.staging import Staging, mark_job, pinned_sharding
 
@@ -69,3 +71,32 @@ def test_a_job_over_one_device_keeps_its_pinned_operand(engine):
     job = CompileJob(name="x", function=lambda x: x * 2, arguments=(shape,), pinned=(0,))
     moved = replace(job).over(make_mesh())
     assert moved.pinned == (0,) and moved.arguments[0].sharding == pinned
+
+
+def test_a_bound_executable_gives_what_the_compiled_call_gives_and_takes_donations():
+    weights, shape = (jnp.arange(4.0), jnp.ones(4)), jax.ShapeDtypeStruct((4,), np.float32)
+    job = CompileJob(
+        name="bound",
+        function=lambda weights, pools, hidden: (
+            (pools[0] + weights[0],),
+            hidden * weights[1].sum(),
+        ),
+        arguments=((shape, shape), (shape,), shape),
+        donated=(1, 2),
+    )
+    compiled = compile_job(job, CPU_OPTIONS).call
+    expected = jax.tree.leaves(compiled(weights, (jnp.ones(4),), jnp.full(4, 3.0)))
+    operands = jnp.ones(4), jnp.full(4, 3.0)
+    found = BoundExecutable(compiled, weights)(*operands)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert all(one.is_deleted() for one in operands)
+    assert not any(one.is_deleted() for one in weights)
+    again = compiled(weights, (found[0],), found[1])  # both ways take each other's results
+    np.testing.assert_array_equal(again[1], 48.0)
+
+
+def test_small_blocks_keep_one_array_behind_each_free_block():
+    kept = reserve_small_blocks(replicated(make_mesh()))
+    assert len(kept) == 7 * 96 + 6 * 4
+    assert all(block.nbytes == 1 and not block.is_deleted() for block in kept)

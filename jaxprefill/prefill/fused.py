@@ -76,6 +76,7 @@ class FusedBody(Body):
             stream = start_stream(
                 rows,
                 norms[0],
+                inputs.batch,
                 shape=self.layout.tiles,
                 tiles=self._tiles,
                 sizes=self._sizes,

@@ -7,8 +7,7 @@ Every field is written to its full size on every call, into a fresh array that i
 read-only: jax may alias host memory until the step has run, and nothing can overwrite it.
 """
 
-import itertools
-import math
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,11 +72,6 @@ class BufferLayout:
         buffer.flags.writeable = False
         return buffer
 
-    def block(self, buffer: Buffer, first: str, last: str) -> Int32[np.ndarray, "fields n"]:
-        """A view of neighbouring fields of one length, a line each."""
-        words = buffer[self.slices[first].start : self.slices[last].stop]
-        return words.reshape(-1, math.prod(self.shapes[first]))
-
     def fields(self, buffer: Buffer) -> dict[str, Int32[np.ndarray, "..."]]:
         """Views of a buffer's fields."""
         return {name: buffer[at].reshape(self.shapes[name]) for name, at in self.slices.items()}
@@ -90,51 +84,59 @@ def pad(batch: Batch, layout: BufferLayout) -> Buffer:
         CapacityError: more tokens, requests or context than the shape holds.
     """
     check_fits(batch, layout.key)
-    rows = batch.rows
     buffer = layout.empty.copy()
-    q_lens = [row.q_len for row in rows]
-    starts = [0, *itertools.accumulate(q_lens)]
-    buffer[layout.slices["num_tokens"]] = starts[-1]
-    buffer[layout.slices["q_starts"]] = starts[-1]
-    if rows:
-        numbers = np.array([q_lens, [row.kv_len for row in rows], starts[:-1]], np.int32)
-        layout.block(buffer, "q_lens", "q_starts")[:, : len(rows)] = numbers
-        _write_pages(layout.block(buffer, "page_table", "page_table"), rows, layout)
-        _write_tokens(buffer, rows, layout)
-        tiles = plan_tiles(q_lens, layout.tiles.tile_q)
-        buffer[layout.slices["num_tiles"]] = len(tiles[0])
-        layout.block(buffer, "tile_slot", "tile_start")[:, : len(tiles[0])] = tiles
+    words = buffer.data
+    numbers = array("i", _numbers(batch.rows, layout))
+    words[: len(numbers)] = numbers
+    line = layout.slices["page_table"].start
+    for row in batch.rows:
+        pages = row.pages[: -(-row.kv_len // layout.page_size)]
+        words[line : line + len(pages)] = pages if isinstance(pages, array) else array("i", pages)
+        line += layout.tiles.pages_per_slot
     buffer.flags.writeable = False
     return buffer
 
 
-def _write_pages(
-    table: Int32[np.ndarray, "R W"], rows: tuple[BatchRow, ...], layout: BufferLayout
-) -> None:
-    """Each request's pages, as many as its tokens fill."""
-    for row, line in zip(rows, table.reshape(layout.shapes["page_table"]), strict=False):
-        pages = row.pages[: -(-row.kv_len // layout.page_size)]
-        line[: len(pages)] = pages
+def _numbers(rows: tuple[BatchRow, ...], layout: BufferLayout) -> list[int]:
+    """All fields before the page table: requests' tokens one behind another, and their lengths.
 
-
-def _write_tokens(buffer: Buffer, rows: tuple[BatchRow, ...], layout: BufferLayout) -> None:
-    """Ids, positions and pool rows of all new tokens, request behind request."""
+    Plain lists: a host that waited for the device finds its caches cold, and NumPy's many small
+    calls then take longer than these.
+    """
     ids: list[int] = []
     positions: list[int] = []
-    table_line: list[int] = []  # where the page table has the request's pages
-    for index, row in enumerate(rows):
+    kv_rows: list[int] = []
+    q_lens: list[int] = []
+    q_starts: list[int] = []
+    for row in rows:
+        q_starts.append(len(ids))
         # A negative id -(slot + 1) reads the last token sampled into that slot, on the device.
-        ids.extend((-(row.slot + 1),) if row.token_ids is None else row.token_ids)
-        positions.extend(range(row.kv_len - row.q_len, row.kv_len))
-        table_line.extend([index * layout.tiles.pages_per_slot] * row.q_len)
-    tokens = layout.block(buffer, "ids", "kv_rows")[:, : len(ids)]
-    tokens[0], tokens[1] = ids, positions
-    page, offset = np.divmod(tokens[1], layout.page_size)
-    table = buffer[layout.slices["page_table"]]
-    tokens[2] = table[page + table_line] * layout.page_size + offset
-    if any(row.num_shared for row in rows):
-        num_shared = np.repeat([row.num_shared for row in rows], [row.q_len for row in rows])
-        tokens[2, tokens[1] < num_shared] = NO_ROW
+        ids += (-(row.slot + 1),) if row.token_ids is None else row.token_ids
+        q_lens.append(len(ids) - q_starts[-1])
+        positions += range(row.kv_len - q_lens[-1], row.kv_len)
+        kv_rows += _kv_rows(row, row.kv_len - q_lens[-1], layout.page_size)
+    tile_slot, tile_start = plan_tiles(q_lens, layout.tiles.tile_q)
+    count, tokens, slots = len(ids), *layout.key[:2]
+    padding, sentinels = [0] * (tokens - count), [0] * (slots - len(rows))
+    spare = [0] * (layout.tiles.num_tiles - len(tile_slot))
+    return [
+        *(count, len(tile_slot)),
+        *(*ids, *padding, *positions, *padding, *kv_rows, *[NO_ROW] * (tokens - count)),
+        *(*q_lens, *sentinels, *(row.kv_len for row in rows), *sentinels),
+        *(*q_starts, *[count] * (slots - len(rows))),
+        *(*tile_slot, *spare, *tile_start, *spare),
+    ]
+
+
+def _kv_rows(row: BatchRow, first: int, page_size: int) -> list[int]:
+    """Pool rows of the request's tokens from `first` on; shared ones have theirs already."""
+    written = max(first, min(row.num_shared, row.kv_len))
+    found = [NO_ROW] * (written - first)
+    for number in range(written // page_size, -(-row.kv_len // page_size)):
+        start = number * page_size
+        offset = row.pages[number] * page_size - start
+        found += range(max(written, start) + offset, min(row.kv_len, start + page_size) + offset)
+    return found
 
 
 def check_fits(batch: Batch, key: ShapeKey) -> None:

@@ -42,6 +42,7 @@ def layer_tiles(sizes: LayerSizes, num_tokens: int) -> LayerTiles:
 def start_stream(
     hidden: Float32[Array, "T E"],
     norm: Float[Array, " E"],
+    batch: RaggedBatch,
     *,
     shape: TileShape,
     tiles: LayerTiles,
@@ -63,7 +64,9 @@ def start_stream(
         hidden=hidden,
         scaled=(hidden * norm.astype(jnp.float32)).astype(norm.dtype),
         squares=jnp.pad((hidden * hidden).sum(1, keepdims=True), ((0, 0), (0, parts - 1))),
-        arrivals=jnp.zeros(max(counts), jnp.int32),
+        # Zeros that wait for the batch: what XLA can run before the batch's copy from the host
+        # has arrived becomes a CUDA graph of its own.
+        arrivals=jnp.broadcast_to(jnp.minimum(batch.num_tiles, 0), max(counts)),
     )
 
 
