@@ -25,6 +25,7 @@ class Wants:
     """What is asked beside generation; see `Request` for the meaning of each."""
 
     prompt_logprobs: bool = False
+    prompt_top: int = 0
     label_ids: tuple[int, ...] = ()
     is_label_logprob: bool = True
     pooling: PoolingKind | None = None
@@ -88,6 +89,7 @@ class Admission:
                 seed=_stream_seed(seed, index),
                 stop_ids=eos | frozenset(params.stop_token_ids),
                 wants_prompt_logprobs=wants.prompt_logprobs,
+                num_prompt_top=wants.prompt_top,
                 label_ids=wants.label_ids,
                 is_label_logprob=wants.is_label_logprob,
                 pooling=wants.pooling,

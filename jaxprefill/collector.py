@@ -4,25 +4,35 @@ import numpy as np
 
 from jaxprefill.request import Completion, FinishReason, Request, Vector
 from jaxprefill.tokenizer import Detokenizer, Tokenizer
+from jaxprefill.updates import RequestUpdate, SampledToken
 
 
 class Collector:
-    """Builds a Completion from tokens; says when a stop string ends it early."""
+    """Builds a Completion from updates; says when a stop string ends it early.
+
+    Attributes:
+        tokens: those generated so far, with logprobs.
+        text: their text so far, whole characters; cut where a stop string was found.
+        offsets: characters of the text before each token; tokens inside one share an offset.
+        prompt_logprobs: of the prompt's tokens so far, the first None; if they are asked for.
+        prompt_top: the likeliest ids in their places, the first None; nothing if not asked for.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         """`request.params.stop` is searched in generated text only."""
         self.request = request
-        self.token_ids: list[int] = []
+        self.tokens: list[SampledToken] = []
+        self.text = ""
+        self.offsets: list[int] = []
+        self.cached_tokens = 0
         self._detokenizer = Detokenizer(tokenizer)
-        self._text = ""
+        self._num_taken = 0
         self._searched_from = 0
-        self._logprobs: list[float] = []
-        self._top: list[dict[int, float]] = []
-        self._prompt_logprobs: list[float | None] = [None]
+        self.prompt_logprobs: list[float | None] = [None]
+        self.prompt_top: list[dict[int, float] | None] = [None] if request.num_prompt_top else []
         self._label_scores: list[float] = []
         self._hidden_sum: Vector | None = None
         self._class_logits: Vector | None = None
-        self.cached_tokens = 0
         self._reason: FinishReason | None = None
         self._stop: str | int | None = None
 
@@ -31,61 +41,53 @@ class Collector:
         """Whether `completion` is final."""
         return self._reason is not None
 
-    def add_prompt_logprobs(self, logprobs: tuple[float, ...]) -> None:
-        """The next logprobs of the prompt, in order."""
-        self._prompt_logprobs.extend(logprobs)
-
-    def add_label_scores(self, scores: tuple[float, ...]) -> None:
-        """The scores of the request's label ids."""
-        self._label_scores += scores
-
-    def add_vectors(self, hidden_sum: Vector | None, class_logits: Vector | None) -> None:
-        """More hidden rows of the prompt, summed; and its class logits, where they are found."""
-        if hidden_sum is not None:
+    def add(self, update: RequestUpdate) -> None:
+        """What a step found; a stop string may finish the request, and the rest is ignored."""
+        if self.is_finished:
+            return
+        self.cached_tokens = update.cached_tokens
+        self.prompt_logprobs += update.prompt_logprobs
+        self.prompt_top += update.prompt_top
+        self._label_scores += update.label_scores
+        if update.hidden_sum is not None:
             known = self._hidden_sum
-            self._hidden_sum = hidden_sum if known is None else known + hidden_sum
-        if class_logits is not None:
-            self._class_logits = class_logits
+            self._hidden_sum = update.hidden_sum if known is None else known + update.hidden_sum
+        if update.class_logits is not None:
+            self._class_logits = update.class_logits
+        for token in update.tokens:
+            self._add_token(token)
+        if update.finish_reason is not None:
+            self._finish(update.finish_reason)
 
-    def add_token(self, token: int, logprob: float, top: dict[int, float]) -> None:
-        """The next generated token; may finish the request on a stop string."""
-        self.token_ids.append(token)
-        self._logprobs.append(logprob)
-        self._top.append(_with_chosen(top, token, logprob, self.request.params.logprobs or 0))
-        if not self.request.is_ended_by(token, len(self.token_ids)):
-            self._add_text(self._detokenizer.push(token))
+    def take_text(self) -> str:
+        """The text that is final and was not taken before.
 
-    def finish(self, reason: FinishReason) -> None:
-        """No more tokens come; a stop string found earlier keeps its reason."""
-        if self.is_finished:
-            return
-        self._add_text(self._detokenizer.flush())
-        if self.is_finished:
-            return
-        self._reason = reason
-        last = self.token_ids[-1] if self.token_ids else None
-        if reason == "stop" and last in self.request.params.stop_token_ids:
-            self._stop = last
+        Held back is only what a stop string may begin with, and of a stop string found, nothing.
+        """
+        end = len(self.text) if self.is_finished else self._num_settled()
+        taken = self.text[self._num_taken : end]
+        self._num_taken = max(self._num_taken, end)
+        return taken
 
     def completion(self) -> Completion:
         """What was found; call when finished."""
         assert self._reason is not None, "the request is still running"
-        params = self.request.params
-        wants = params.logprobs is not None
+        request, wanted = self.request, self.request.params.logprobs
         return Completion(
-            token_ids=self.token_ids,
-            text=self._text,
+            token_ids=[token.token for token in self.tokens],
+            text=self.text,
             finish_reason=self._reason,
             stop_reason=self._stop,
-            logprobs=self._logprobs if wants else None,
-            top_logprobs=self._top if params.logprobs else None,
-            prompt_logprobs=self._prompt_logprobs if self.request.wants_prompt_logprobs else None,
-            label_scores=self._label_scores if self.request.label_ids else None,
+            logprobs=None if wanted is None else [token.logprob for token in self.tokens],
+            top_logprobs=[token.top for token in self.tokens] if wanted else None,
+            prompt_logprobs=self.prompt_logprobs if request.wants_prompt_logprobs else None,
+            prompt_top_logprobs=self.prompt_top or None,
+            label_scores=self._label_scores if request.label_ids else None,
             embedding=self._embedding(),
             class_logits=self._class_logits,
             cached_tokens=self.cached_tokens,
-            prompt_tokens=self.request.prompt_length,
-            index=self.request.index,
+            prompt_tokens=request.prompt_length,
+            index=request.index,
         )
 
     def _embedding(self) -> Vector | None:
@@ -93,27 +95,51 @@ class Collector:
             return self._hidden_sum
         return self._hidden_sum / np.float32(self.request.prompt_length)
 
+    def _add_token(self, token: SampledToken) -> None:
+        if self.is_finished:
+            return
+        self.tokens.append(token)
+        self.offsets.append(len(self.text))
+        if not self.request.is_ended_by(token.token, len(self.tokens)):
+            self._add_text(self._detokenizer.push(token.token))
+
+    def _finish(self, reason: FinishReason) -> None:
+        """No more tokens come; a stop string found earlier keeps its reason."""
+        if self.is_finished:
+            return
+        self._add_text(self._detokenizer.flush())
+        if self.is_finished:
+            return
+        self._reason = reason
+        last = self.tokens[-1].token if self.tokens else None
+        if reason == "stop" and last in self.request.params.stop_token_ids:
+            self._stop = last
+
     def _add_text(self, new: str) -> None:
         """Appends, and cuts at the earliest stop string that ends within the new text.
 
         Text of the first `min_tokens` tokens holds no stop string, as in vLLM.
         """
-        start = len(self._text)
-        self._text += new
-        if len(self.token_ids) <= self.request.params.min_tokens:
-            self._searched_from = len(self._text)
+        start = len(self.text)
+        self.text += new
+        if len(self.tokens) <= self.request.params.min_tokens:
+            self._searched_from = len(self.text)
             return
         found = [
             (at, stop)
             for stop in self.request.params.stop
-            if (at := self._text.find(stop, max(start - len(stop) + 1, self._searched_from))) >= 0
+            if (at := self.text.find(stop, max(start - len(stop) + 1, self._searched_from))) >= 0
         ]
         if found:
             at, self._stop = min(found)
-            self._text, self._reason = self._text[:at], "stop"
+            self.text, self._reason = self.text[:at], "stop"
 
-
-def _with_chosen(top: dict[int, float], token: int, logprob: float, count: int) -> dict[int, float]:
-    """The `count` likeliest ids, and the chosen one whatever its rank."""
-    likeliest = dict(list(top.items())[:count])
-    return likeliest if token in likeliest else {token: logprob, **likeliest}
+    def _num_settled(self) -> int:
+        """Characters that no stop string can take back: all, but the longest start of one."""
+        end = len(self.text)
+        longest = max(map(len, self.request.params.stop), default=1) - 1
+        for size in range(min(longest, end - self._searched_from), 0, -1):
+            tail = self.text[end - size :]
+            if any(stop.startswith(tail) for stop in self.request.params.stop):
+                return end - size
+        return end

@@ -12,28 +12,10 @@ from jaxprefill.errors import RequestError
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import CompilationCounter
 from jaxprefill.prefill.runner import PrefillRunner
-from jaxprefill.request import FinishReason, Request, Vector
-from jaxprefill.sampling.runner import SampledToken
+from jaxprefill.request import FinishReason, Request
 from jaxprefill.scheduler import RequestState, Scheduler, Status
 from jaxprefill.step import Heads, PendingStep, RowResults, dispatch_heads
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestUpdate:
-    """What one step found for one request.
-
-    Attributes:
-        hidden_sum: hidden rows of the prompt, added up; several steps' are to be added.
-    """
-
-    request: Request
-    tokens: tuple[SampledToken, ...] = ()
-    prompt_logprobs: tuple[float, ...] = ()
-    label_scores: tuple[float, ...] = ()
-    hidden_sum: Vector | None = None
-    class_logits: Vector | None = None
-    cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
+from jaxprefill.updates import RequestUpdate, SampledToken, cut_top
 
 
 @dataclass
@@ -123,7 +105,7 @@ class EngineCore:
         if row.has_nan:
             self.counters.corrupted_requests += 1
             self.abort(state.request.id)
-            return RequestUpdate(request=state.request, finish_reason="error")
+            return RequestUpdate(state.request.id, finish_reason="error")
         store_logprobs(row.nodes, row.first_position, row.logprobs, self.cache.page_size)
         if token is not None:
             state.output_ids.append(token.token)
@@ -132,9 +114,10 @@ class EngineCore:
             self.abort(state.request.id)
         found, state.found_logprobs = state.found_logprobs, []
         return RequestUpdate(
-            request=state.request,
-            tokens=(token,) if token is not None else (),
+            state.request.id,
+            tokens=_cut(token, state.request.params.logprobs),
             prompt_logprobs=(*found, *row.logprobs),
+            prompt_top=tuple(row.tops),
             label_scores=tuple(row.labels),
             hidden_sum=row.hidden_sum,
             class_logits=row.class_logits,
@@ -147,3 +130,10 @@ class EngineCore:
         if token is not None and state.request.is_ended_by(token.token, len(state.output_ids)):
             return "stop"
         return "length" if state.is_complete else None
+
+
+def _cut(token: SampledToken | None, num_top: int | None) -> tuple[SampledToken, ...]:
+    """The token, if there is one, with just the alternatives that are wanted."""
+    if token is None:
+        return ()
+    return (token._replace(top=cut_top(token, num_top) if num_top else {}),)

@@ -28,7 +28,7 @@ from jaxprefill.embeddings import (
 )
 from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.kernels.device import describe_device, free_memory_bytes
-from jaxprefill.loop import EngineLoop
+from jaxprefill.loop import EngineLoop, Listener
 from jaxprefill.plan import EnginePlan, make_plan
 from jaxprefill.prefill.compiler import ExecutableRecord
 from jaxprefill.request import Completion, Request, SamplingParams
@@ -230,6 +230,17 @@ class Engine:
             return [float(score) for score in self.classify(prompts)[:, 0]]
         return [yes for yes, _ in self.score([], prompts, self._rerank_format.answer_ids())]
 
+    def submit(self, requests: Sequence[Request], listener: Listener) -> None:
+        """Runs validated requests for a listener, which hears of every step; does not wait.
+
+        The listener is called on the engine's own thread, between two steps.
+        """
+        self._loop.submit(requests, listener)
+
+    def abort(self, listener: Listener, request_ids: Sequence[str] | None = None) -> None:
+        """Ends requests of a listener before the next step; None: all of them."""
+        self._loop.abort(listener, request_ids)
+
     def flush_cache(self) -> None:
         """Forgets all prefixes that no running request uses."""
         self._loop.flush_cache()
@@ -278,7 +289,8 @@ class Engine:
 
         Keys: passes (by path), executables (passes by executable), fallbacks (by reason),
         real_tokens, padding_tokens, cached_tokens, preemptions, corrupted_requests,
-        compilations_after_ready, kv_pages (free ones may be cached), memory (bytes on each
+        compilations_after_ready, num_running and num_waiting (requests), kv_pages (free ones may
+        be cached), memory (bytes on each
         device), mesh (devices by axis, processes), startup_s, compiled (records).
         """
         core, counters = self._core, self._core.counters
@@ -298,6 +310,8 @@ class Engine:
             "corrupted_requests": counters.corrupted_requests,
             "compilations_after_ready": core.compilations.count,
             "cached_tokens": counters.cached_tokens,
+            "num_running": core.scheduler.num_running,
+            "num_waiting": core.scheduler.num_waiting,
             "kv_pages": {
                 "total": core.cache.num_pages,
                 "free": core.cache.num_available,

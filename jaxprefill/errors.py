@@ -36,6 +36,10 @@ class RequestError(JaxPrefillError, ValueError):
         self.param = param
 
 
+class EngineUnavailable(JaxPrefillError):
+    """The engine is starting, stopping or gone (HTTP 503): the same request may succeed later."""
+
+
 class FallbackError(JaxPrefillError):
     """`strict_prefill` is set and a batch would have taken the eager fallback."""
 

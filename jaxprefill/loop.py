@@ -5,28 +5,50 @@ between a donated array and its successor. The thread lives while there is work.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from jaxprefill.collector import Collector
-from jaxprefill.core import EngineCore, RequestUpdate
+from jaxprefill.core import EngineCore
 from jaxprefill.errors import JaxPrefillError
 from jaxprefill.request import Completion, Request
 from jaxprefill.tokenizer import Tokenizer
+from jaxprefill.updates import RequestUpdate
+
+T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class _Job:
-    """The requests of one call, and where its caller waits."""
+class Listener(Protocol):
+    """Who hears what steps find for the requests of one call; told on the engine's thread."""
 
-    collectors: dict[str, Collector]
-    done: "Future[list[Completion]]" = field(default_factory=Future)
+    def on_update(self, update: RequestUpdate) -> bool:
+        """Takes what a step found; returns whether the request shall go on."""
+        ...
 
-    @property
-    def is_finished(self) -> bool:
-        return all(collector.is_finished for collector in self.collectors.values())
+    def on_end(self, error: BaseException | None) -> None:
+        """No request of the call runs any more; `error` is what ended them, if something did."""
+        ...
+
+
+class _Answer:
+    """Listens until all requests have their completions."""
+
+    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+        self.collectors = {request.id: Collector(request, tokenizer) for request in requests}
+        self.done: Future[list[Completion]] = Future()
+
+    def on_update(self, update: RequestUpdate) -> bool:
+        collector = self.collectors[update.request_id]
+        collector.add(update)
+        return not collector.is_finished  # by a stop string, which only the text shows
+
+    def on_end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result([each.completion() for each in self.collectors.values()])
 
 
 class EngineLoop:
@@ -40,41 +62,57 @@ class EngineLoop:
         self._inbox: list[Callable[[], None]] = []
         self._is_serving = False
         self._is_closed = False
-        self._jobs: list[_Job] = []  # these two: the serving thread's alone
-        self._collectors: dict[str, Collector] = {}
+        self._live: dict[Listener, set[str]] = {}  # these two: the serving thread's alone
+        self._owners: dict[str, Listener] = {}
 
-    def run(self, requests: list[Request]) -> list[Completion]:
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Runs requests to their end; a caller that is interrupted leaves none behind.
 
         Raises:
             RequestError: a request can never fit the KV pool; none was run.
             JaxPrefillError: the engine is closed.
         """
-        job = _Job({request.id: Collector(request, self._tokenizer) for request in requests})
-        self._post(partial(self._start, job))
+        answer = _Answer(requests, self._tokenizer)
+        self.submit(requests, answer)
         try:
-            return job.done.result()
+            return answer.done.result()
         except BaseException as error:
-            if not job.done.done():
-                self._post(partial(self._end, job, error))
-                job.done.exception()
+            if not answer.done.done():
+                self._post(partial(self._end, answer, error))
+                answer.done.exception()
             raise
 
+    def submit(self, requests: Sequence[Request], listener: Listener) -> None:
+        """Starts requests whose results go to `listener`, step by step; all of them, or none."""
+        self._post(partial(self._start, requests, listener))
+
+    def abort(self, listener: Listener, names: Sequence[str] | None = None) -> None:
+        """Stops requests of a listener before the next step; None: all, and it is told no end."""
+        self._post(partial(self._forget, listener) if names is None else partial(self._drop, names))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Runs a function between two steps."""
+        done: Future[T] = Future()
+
+        def act() -> None:
+            try:
+                done.set_result(function())
+            except Exception as error:  # it is the caller's
+                done.set_exception(error)
+
+        self._post(act)
+        return done.result()
+
     def flush_cache(self) -> None:
-        """Forgets all prefixes that no running request uses; between two steps."""
-        self._call(self._core.cache.flush)
+        """Forgets all prefixes that no running request uses."""
+        self.call(self._core.cache.flush)
 
     def close(self) -> None:
         """Ends every call and frees the device's arrays."""
         if not self._is_closed:
-            self._call(self._shut_down)
+            self.call(self._shut_down)
 
-    def _call(self, function: Callable[[], None]) -> None:
-        done: Future[None] = Future()
-        self._post(lambda: done.set_result(function()))
-        done.result()
-
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], Any]) -> None:
         """Has the serving thread do something before its next step."""
         with self._lock:
             if self._is_closed:
@@ -96,14 +134,15 @@ class EngineLoop:
             if self._core.has_work:
                 self._step()
 
-    def _start(self, job: _Job) -> None:
-        self._jobs.append(job)
-        self._collectors |= job.collectors
+    def _start(self, requests: Sequence[Request], listener: Listener) -> None:
+        self._live[listener] = set()
         try:
-            for collector in job.collectors.values():
-                self._core.add(collector.request)
+            for request in requests:
+                self._core.add(request)
+                self._live[listener].add(request.id)
+                self._owners[request.id] = listener
         except JaxPrefillError as error:
-            self._end(job, error)
+            self._end(listener, error)
         else:
             self._end_finished()  # a call may ask for nothing
 
@@ -112,54 +151,55 @@ class EngineLoop:
             for update in self._core.step():
                 self._hand_out(update)
         except Exception as error:  # it belongs to whoever's requests it took
-            for job in list(self._jobs):
-                if any(
-                    not collector.is_finished and not self._core.is_known(name)
-                    for name, collector in job.collectors.items()
-                ):
-                    self._end(job, error)
+            for listener, names in list(self._live.items()):
+                if not all(self._core.is_known(name) for name in names):
+                    self._end(listener, error)
         self._end_finished()
 
     def _hand_out(self, update: RequestUpdate) -> None:
-        collector = self._collectors.get(update.request.id)
-        if collector is None or collector.is_finished:
+        listener = self._owners.get(update.request_id)
+        if listener is None:
             return
-        collector.cached_tokens = update.cached_tokens
-        collector.add_prompt_logprobs(update.prompt_logprobs)
-        collector.add_label_scores(update.label_scores)
-        collector.add_vectors(update.hidden_sum, update.class_logits)
-        for token in update.tokens:
-            collector.add_token(*token)
-        if update.finish_reason is not None:
-            collector.finish(update.finish_reason)
-        elif collector.is_finished:  # a stop string, which only the text shows
-            self._core.abort(update.request.id)
+        goes_on = listener.on_update(update)
+        if not goes_on or update.finish_reason is not None:
+            self._core.abort(update.request_id)
+            self._owners.pop(update.request_id)
+            self._live[listener].discard(update.request_id)
+
+    def _drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._core.abort(name)
+            listener = self._owners.pop(name, None)
+            if listener is not None:
+                self._live[listener].discard(name)
+        self._end_finished()
 
     def _end_finished(self) -> None:
-        for job in [job for job in self._jobs if job.is_finished]:
-            self._end(job)
+        for listener in [listener for listener, names in self._live.items() if not names]:
+            self._end(listener)
 
-    def _end(self, job: _Job, error: BaseException | None = None) -> None:
+    def _end(self, listener: Listener, error: BaseException | None = None) -> None:
         """Answers a call; the last one waits until nothing is in flight."""
-        if job not in self._jobs:
+        if listener not in self._live:
             return
-        self._jobs.remove(job)
-        for name in job.collectors:
-            self._core.abort(name)
-            self._collectors.pop(name)
+        self._forget(listener)
         try:
-            while not self._jobs and self._core.has_work:
+            while not self._live and self._core.has_work:
                 self._core.step()
         except Exception as late:  # the caller must not wait for ever
             error = error or late
-        if error is not None:
-            job.done.set_exception(error)
-        else:
-            job.done.set_result([each.completion() for each in job.collectors.values()])
+        listener.on_end(error)
+
+    def _forget(self, listener: Listener) -> None:
+        for name in self._live.pop(listener, ()):
+            self._core.abort(name)
+            self._owners.pop(name)
 
     def _shut_down(self) -> None:
         with self._lock:
             self._is_closed = True
-        for job in list(self._jobs):
-            self._end(job, JaxPrefillError("the engine was closed while the call was running"))
+        for listener in list(self._live):
+            self._end(listener, JaxPrefillError("the engine was closed while the call was running"))
+        while self._core.has_work:  # a step of requests that were aborted
+            self._core.step()
         self._core.state.delete()

@@ -75,6 +75,15 @@ class EnginePlan:
             split_above=1.5 if self.device.platform == "cpu" else math.inf,
         )
 
+    def describe(self) -> str:
+        """One line: device, attention, and the shapes that are built."""
+        return (
+            f"{self.device.platform}, {self.dtype.name}, attention {self.backend.name}; "
+            f"prefill {self.config.prefill_backend}: buckets {_joined(self.ladder.buckets)}, "
+            f"{self.ladder.num_slots} slots, context {_joined(self.ladder.max_contexts)}; "
+            f"decode slots {_joined(self.decode_slots)}"
+        )
+
     @property
     def hidden_rows(self) -> int:
         """Rows of the shared hidden buffer: the largest shape of any path."""
@@ -89,6 +98,10 @@ class EnginePlan:
         page_size = self.config.page_size
         tiles = self.backend.tile_shape(*key, page_size=page_size, is_decode=is_decode)
         return BufferLayout(key, tiles, page_size)
+
+
+def _joined(values: tuple[int, ...]) -> str:
+    return ",".join(map(str, values)) or "none"
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> EnginePlan:

@@ -104,6 +104,7 @@ class Request:
         seed: 64 bits that fix this request's random stream.
         stop_ids: ids that end the request, EOS included unless it is ignored.
         wants_prompt_logprobs: score every prompt token but the first.
+        num_prompt_top: how many of the likeliest ids are wanted beside each of those.
         label_ids: ids whose score is wanted as the token after the prompt.
         is_label_logprob: their scores are logprobs; else raw logits, which is cheaper and enough
             for a softmax over the labels.
@@ -118,6 +119,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     wants_prompt_logprobs: bool = False
+    num_prompt_top: int = 0
     label_ids: tuple[int, ...] = ()
     is_label_logprob: bool = True
     pooling: PoolingKind | None = None
@@ -148,6 +150,8 @@ class Completion:
         logprobs: one raw logprob per generated token, or None when not asked for.
         top_logprobs: per generated token {id: logprob}, the chosen token always among them.
         prompt_logprobs: one per prompt token, the first None; None when not asked for.
+        prompt_top_logprobs: per prompt token {id: logprob}, the token itself among them, the
+            first None; None when not asked for.
         label_scores: one per label id of the request, in its order; None when there are none.
         embedding: the pooled hidden rows [E], float32, not normalised; None when not asked for.
         class_logits: one per label of the classifier; None when not asked for.
@@ -163,6 +167,7 @@ class Completion:
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = field(default=None, repr=False)
+    prompt_top_logprobs: list[dict[int, float] | None] | None = field(default=None, repr=False)
     label_scores: list[float] | None = None
     embedding: Vector | None = field(default=None, repr=False, compare=False)
     class_logits: Vector | None = field(default=None, repr=False, compare=False)

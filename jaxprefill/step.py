@@ -17,9 +17,9 @@ from jaxprefill.sampling.runner import (
     PendingScores,
     PendingTokens,
     RowToScore,
-    SampledToken,
 )
 from jaxprefill.scheduler import RequestState
+from jaxprefill.updates import SampledToken, cut_top
 
 
 class RowResults(NamedTuple):
@@ -28,6 +28,7 @@ class RowResults(NamedTuple):
     Attributes:
         first_position: prompt position of the first of `logprobs`.
         nodes: the prefix pages that may keep the logprobs.
+        tops: the likeliest ids beside each of `logprobs`, where the request wants them.
         labels: scores of the request's label ids.
         hidden_sum: the sum of the hidden rows that the request's embedding reads.
         class_logits: what the classifier says of the request's last token.
@@ -38,6 +39,7 @@ class RowResults(NamedTuple):
     nodes: Sequence[PrefixNode]
     token: SampledToken | None
     logprobs: list[float]
+    tops: list[dict[int, float]]
     labels: list[float]
     hidden_sum: Vector | None
     class_logits: Vector | None
@@ -57,6 +59,7 @@ class PendingStep:
     rows: list[tuple[RequestState, BatchRow, Sequence[PrefixNode]]]
     tokens: PendingTokens | None
     scores: PendingScores | None
+    ranks: PendingTokens | None
     logits: PendingScores | None
     sums: PendingScores | None
     classes: PendingScores | None
@@ -65,18 +68,22 @@ class PendingStep:
         """Waits for the device; one result per row of the batch."""
         tokens = iter(self.tokens.read() if self.tokens is not None else ())
         scores = iter(self.scores.read().tolist() if self.scores is not None else ())
+        ranks = iter(self.ranks.read() if self.ranks is not None else ())
         logits = iter(self.logits.read().tolist() if self.logits is not None else ())
         sums = iter(self.sums.read() if self.sums is not None else ())
         classes = iter(self.classes.read() if self.classes is not None else ())
         for state, row, nodes in self.rows:
             offset, targets = row.score_ids
             labels = scores if state.request.is_label_logprob else logits
+            num_top = state.request.num_prompt_top
+            ranked = [next(ranks) for _ in targets] if num_top else []
             yield RowResults(
                 state=state,
                 first_position=row.kv_len - row.q_len + offset + 1,
                 nodes=nodes,
                 token=next(tokens) if row.sample is not None else None,
-                logprobs=[next(scores) for _ in targets],
+                logprobs=[one.logprob for one in ranked] or [next(scores) for _ in targets],
+                tops=[cut_top(one, num_top) for one in ranked],
                 labels=[next(labels) for _ in row.label_ids],
                 hidden_sum=next(sums) if row.pool_span[1] else None,
                 class_logits=next(classes) if row.is_classified else None,
@@ -102,13 +109,15 @@ def dispatch_heads(
     """Dispatches every head that the batch's rows ask for, behind its body."""
     to_sample: list[RowToSample] = []
     to_score: list[RowToScore] = []
+    to_rank: list[RowToScore] = []
     to_logit: list[RowToScore] = []
     to_sum: list[HiddenSpan] = []
     to_classify: list[HiddenSpan] = []
     at = 0
     for request_state, row in zip(states, batch.rows, strict=True):
         offset, targets = row.score_ids
-        to_score += [RowToScore(at + offset + i, target) for i, target in enumerate(targets)]
+        scored = to_rank if request_state.request.num_prompt_top else to_score
+        scored += [RowToScore(at + offset + i, target) for i, target in enumerate(targets)]
         start, count = row.pool_span
         to_sum += [HiddenSpan(at + start, count)] if count else []
         at += row.q_len
@@ -125,6 +134,7 @@ def dispatch_heads(
         rows=[(one, row, one.lease.nodes) for one, row in zip(states, batch.rows, strict=True)],
         tokens=heads.lm.sample(state, to_sample) if to_sample else None,
         scores=heads.lm.score(state, to_score) if to_score else None,
+        ranks=heads.lm.rank(state, to_rank) if to_rank else None,
         logits=heads.lm.logits(state, to_logit) if to_logit else None,
         sums=heads.pooling.sum_hidden(state, to_sum) if to_sum else None,
         classes=heads.pooling.classify(state, to_classify) if to_classify else None,

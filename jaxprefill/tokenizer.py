@@ -3,33 +3,23 @@
 Knows no checkpoint format and no device.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
-from typing import NoReturn
+from typing import NamedTuple
 
 import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxprefill.chat_template import (
+    TEMPLATE_GLOBALS,
+    Message,
+    compile_template,
+    final_message_end,
+    plain_messages,
+    render,
+)
 from jaxprefill.errors import RequestError
 
-Message = Mapping[str, object]
-
-# What a template's own Python operations can raise on messages it was not written for.
-_TEMPLATE_FAILURES = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_WINDOW = 16
 
@@ -68,6 +58,24 @@ class Tokenizer:
             if token.special
         )
 
+    def parts(self) -> "TokenizerParts":
+        """What it is made of, to be made again in another process."""
+        others = sorted(self.eos_ids - {self._eos_id})
+        eos_ids = () if self._eos_id is None else (self._eos_id, *others)
+        return TokenizerParts(
+            self._backend.to_str(), eos_ids, self.bos_id, dict(self.chat_templates)
+        )
+
+    @classmethod
+    def from_parts(cls, parts: "TokenizerParts") -> "Tokenizer":
+        """The tokenizer that gave these parts."""
+        return cls(
+            tokenizers.Tokenizer.from_str(parts.pipeline),
+            eos_ids=parts.eos_ids,
+            bos_id=parts.bos_id,
+            chat_template=parts.chat_templates,
+        )
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id known; a model's embedding may have more rows."""
@@ -100,6 +108,14 @@ class Tokenizer:
         _require_encodable(text, param="prompt")
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def offsets(self, text: str) -> list[int]:
+        """For each token of `encode(text)`, the characters of the text before it."""
+        found, reached = list[int](), 0
+        for start, _ in self._backend.encode(text).offsets:  # special tokens have none
+            reached = max(reached, start)
+            found.append(reached)
+        return found
+
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Returns the ids of two texts as the tokenizer joins them, special tokens included.
 
@@ -119,14 +135,17 @@ class Tokenizer:
         messages: Sequence[Message],
         /,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **kwargs: object,
     ) -> str:
         """Renders messages to the text that the model was trained on.
 
         Args:
             messages: each has a `role` and a `content`: text, or a list of text parts.
-            add_generation_prompt: end with the opening of an assistant message.
+            add_generation_prompt: end with the opening of an assistant message; None: unless the
+                final message is to be continued.
+            continue_final_message: end with the text of the final message.
             **kwargs: further variables of the template, such as `tools`.
 
         Raises:
@@ -134,15 +153,18 @@ class Tokenizer:
         """
         template = self._template("tool_use" if kwargs.get("tools") else "default")
         variables = self._template_variables(kwargs)
-        variables["messages"] = plain_messages(messages)
-        try:
-            text = template.render(variables, add_generation_prompt=add_generation_prompt)
-        except _TEMPLATE_FAILURES as error:
+        variables["messages"] = plain = plain_messages(messages)
+        if add_generation_prompt and continue_final_message:
             raise RequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+                "add_generation_prompt must be false where continue_final_message is true: a "
+                "message is continued, or a new one begun",
+                param="continue_final_message",
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        text = render(template, variables | {"add_generation_prompt": add_generation_prompt})
         _require_encodable(text, param="messages")
-        return text
+        return text[: final_message_end(text, plain)] if continue_final_message else text
 
     def _template(self, name: str) -> jinja2.Template:
         """The template of that name, or the default one where there is none."""
@@ -162,20 +184,14 @@ class Tokenizer:
                 "of messages",
                 param="messages",
             )
-        try:
-            return _chat_environment().from_string(source, globals=dict(_TEMPLATE_GLOBALS))
-        except jinja2.TemplateError as error:
-            raise RequestError(
-                f"the model's chat template cannot be compiled: {error}; send a plain prompt",
-                param="messages",
-            ) from error
+        return compile_template(source)
 
     def _template_variables(self, extra: Mapping[str, object]) -> dict[str, object]:
         variables: dict[str, object] = {
             "bos_token": self._token_text(self.bos_id),
             "eos_token": self._token_text(self._eos_id),
         }
-        taken = {"messages", *variables, *_TEMPLATE_GLOBALS} & extra.keys()
+        taken = {"messages", *variables, *TEMPLATE_GLOBALS} & extra.keys()
         if taken:
             raise RequestError(
                 f"chat template variables {sorted(taken)} are set by jaxprefill; leave them out",
@@ -185,6 +201,15 @@ class Tokenizer:
 
     def _token_text(self, token_id: int | None) -> str:
         return "" if token_id is None else (self.token(token_id) or "")
+
+
+class TokenizerParts(NamedTuple):
+    """A tokenizer as plain data; the pipeline is the JSON of the tokenizers library."""
+
+    pipeline: str
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    chat_templates: dict[str, str]
 
 
 class Detokenizer:
@@ -253,54 +278,6 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Checks chat messages and joins text parts, so that every content is a string.
-
-    Raises:
-        RequestError: the list is empty, or a message has no role or no text.
-    """
-    if isinstance(messages, str) or not messages:
-        raise RequestError("messages must be a list of at least one message", param="messages")
-    return [_plain_message(message, index) for index, message in enumerate(messages)]
-
-
-def _plain_message(message: object, index: int) -> dict[str, object]:
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise RequestError(f"{where} must be an object, got {message!r:.80}", param="messages")
-    plain: dict[str, object] = {str(key): value for key, value in message.items()}
-    role = plain.get("role")
-    if not isinstance(role, str) or not role:
-        raise RequestError(f"{where}.role must be a string, got {role!r:.80}", param="messages")
-    content = plain.get("content")
-    if content is None and role == "assistant":  # a message of tool calls alone
-        content = ""
-    plain["content"] = _plain_content(content, f"{where}.content")
-    return plain
-
-
-def _plain_content(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise RequestError(
-            f"{where} must be a string or a list of text parts, got {content!r:.80}",
-            param="messages",
-        )
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) else None
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            raise RequestError(
-                f'{where}[{index}] must be {{"type": "text", "text": ...}}, the only kind of part '
-                f"that this model reads; got {part!r:.80}",
-                param="messages",
-            )
-        texts.append(text)
-    return "".join(texts)
-
-
 def _require_encodable(text: str, *, param: str) -> None:
     try:
         text.encode("utf-8")
@@ -315,52 +292,3 @@ def _require_encodable(text: str, *, param: str) -> None:
 def _is_byte_token(token: str) -> bool:
     """Whether a vocabulary entry stands for one byte, such as `<0x0A>`."""
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-class _GenerationTag(Extension):
-    """Renders the body of `{% generation %}`, which only training code gives a meaning."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance-typed set
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _chat_environment() -> ImmutableSandboxedEnvironment:
-    """The environment that chat templates are written for: that of transformers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, LoopControlExtension],
-    )
-    environment.filters["tojson"] = _to_json
-    return environment
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the HTML escapes of jinja2's own filter; the signature is transformers'."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-_TEMPLATE_GLOBALS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

@@ -24,20 +24,22 @@ TOP_LEVEL = {
 LAYERS = [
     ["errors", "integers"],
     ["config", "request", "counters"],
-    ["batch", "tokenizer"],
+    ["batch", "chat_template", "tokenizer", "updates"],
     ["kernels", "compat", "processes", "cache.pages", "cache.prefix", "cache.spec"],
     ["models"],
     ["cache", "weights", "device_state"],
     ["prefill", "decode", "sampling", "scheduler"],
-    ["plan", "admission", "collector", "embeddings"],
+    ["plan", "admission", "collector", "embeddings", "client"],
     ["arguments"],
     ["reranking"],
+    ["server"],  # it sees engines through `client` alone
     ["step"],
     ["core"],
     ["loop"],
     ["assembly"],
     ["startup"],
     ["engine"],
+    ["remote"],
     ["cli"],
     ["__main__"],
 ]
@@ -67,7 +69,10 @@ HOST_ONLY = [
     "models.hf_values",
     "models.rope",
     "weights.known",
+    "server.run",
+    "remote.client",
     "cli.main",
+    "cli.serving",
 ]
 MAY_IMPORT_LATE = {"cli"}  # so that --help and --version need not wait for jax
 

@@ -7,6 +7,7 @@ from jaxprefill.admission import Admission
 from jaxprefill.collector import Collector
 from jaxprefill.errors import RequestError
 from jaxprefill.request import Request, SamplingParams
+from jaxprefill.updates import RequestUpdate, SampledToken
 from tests.tiny import byte_tokenizer
 
 ADMISSION = Admission(
@@ -172,10 +173,9 @@ def collect(text: str, **params):
     )
     collector = Collector(request, tokenizer)
     for token in [*tokenizer.encode(text), 256]:
-        collector.add_token(token, -1.0, {token: -1.0, 7: -2.0})
-        if collector.is_finished:
-            break
-    collector.finish("stop")
+        top = {token: -1.0, 7: -2.0} if params.get("logprobs") else {}
+        collector.add(RequestUpdate("a", tokens=(SampledToken(token, -1.0, top),)))
+    collector.add(RequestUpdate("a", finish_reason="stop"))
     return collector.completion()
 
 
@@ -202,8 +202,8 @@ def test_a_character_cut_in_half_shows_once():
     request = Request(id="a", prompt_ids=(1,), params=SamplingParams(), seed=0)
     collector = Collector(request, tokenizer)
     for token in tokenizer.encode("a🙂")[:-1]:
-        collector.add_token(token, -1.0, {})
-    collector.finish("length")
+        collector.add(RequestUpdate("a", tokens=(SampledToken(token, -1.0, {}),)))
+    collector.add(RequestUpdate("a", finish_reason="length"))
     assert collector.completion().text == "a\N{REPLACEMENT CHARACTER}"
 
 
@@ -218,3 +218,33 @@ def test_logprobs_are_given_when_asked_for_and_hold_the_chosen_token():
 def test_zero_logprobs_gives_the_tokens_own_alone():
     found = collect("ab", logprobs=0)
     assert found.logprobs == [-1.0] * 3 and found.top_logprobs is None
+
+
+def taken(text: str, **params) -> list[str]:
+    """What a stream would show after each token, and at the end."""
+    tokenizer, pieces = byte_tokenizer(), []
+    sampling = SamplingParams(max_tokens=99, **params)
+    collector = Collector(Request(id="a", prompt_ids=(1,), params=sampling, seed=0), tokenizer)
+    for token in tokenizer.encode(text):
+        collector.add(RequestUpdate("a", tokens=(SampledToken(token, -1.0, {}),)))
+        pieces.append(collector.take_text())
+    collector.add(RequestUpdate("a", finish_reason="length"))
+    return [*pieces, collector.take_text()]
+
+
+def test_text_is_held_back_only_while_a_stop_string_may_have_begun():
+    assert taken("abXacXYz", stop="XY") == ["a", "b", "", "Xa", "c", "", "", "", ""]
+    assert taken("aXX", stop="XY") == ["a", "", "X", "X"]
+
+
+def test_half_a_character_is_never_shown():
+    assert taken("é🙂") == ["", "é", "", "", "", "🙂", ""]
+
+
+def test_offsets_count_the_characters_before_each_token():
+    collector = Collector(
+        Request(id="a", prompt_ids=(1,), params=SamplingParams(), seed=0), byte_tokenizer()
+    )
+    for token in byte_tokenizer().encode("aéb"):
+        collector.add(RequestUpdate("a", tokens=(SampledToken(token, -1.0, {}),)))
+    assert collector.offsets == [0, 1, 1, 2]

@@ -10,12 +10,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxprefill import __version__
-from jaxprefill.cli import generate, logprobs, models
+from jaxprefill.cli import generate, logprobs, models, serve
 from jaxprefill.cli.command import Command
 from jaxprefill.cli.streams import discard_stdout, emit, logging_to_stderr, note, prepare_streams
 from jaxprefill.errors import ConfigError, JaxPrefillError, RequestError
 
-COMMANDS: tuple[Command, ...] = (generate.COMMAND, logprobs.COMMAND, models.COMMAND)
+COMMANDS: tuple[Command, ...] = (
+    serve.COMMAND,
+    generate.COMMAND,
+    logprobs.COMMAND,
+    models.COMMAND,
+)
 
 FAILURE = 1
 USAGE_ERROR = 2

@@ -79,13 +79,7 @@ class Stopwatch:
 
 def describe_plan(model: str, plan: EnginePlan, startup_s: float) -> str:
     """One line: what was built for which shapes."""
-    ladder, config = plan.ladder, plan.config
-    return (
-        f"{model} on {plan.device.platform}, {plan.dtype.name}, attention {plan.backend.name}; "
-        f"prefill {config.prefill_backend}: buckets {_joined(ladder.buckets)}, "
-        f"{ladder.num_slots} slots, context {_joined(ladder.max_contexts)}; "
-        f"decode slots {_joined(plan.decode_slots)}; ready in {startup_s:.1f} s"
-    )
+    return f"{model} on {plan.describe()}; ready in {startup_s:.1f} s"
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -93,10 +87,6 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     is_whole = text and "\N{REPLACEMENT CHARACTER}" not in text
     return text if is_whole else (tokenizer.token(token_id) or text)
-
-
-def _joined(values: tuple[int, ...]) -> str:
-    return ",".join(map(str, values)) or "none"
 
 
 def _counts(counts: Mapping[str, Any]) -> str:

@@ -68,15 +68,10 @@ class HeadFunctions:
         logits = penalise(logits, seen, params)
         logits = jnp.where(expand_mask(mask, logits.shape[1]), logits, -jnp.inf)
         tokens = choose(logits, params)
-        known = jnp.where(jnp.arange(raw.shape[1]) < self.num_valid, raw, -jnp.inf)
-        top, top_ids = lax.top_k(known, min(MAX_TOP_LOGPROBS, self.num_valid))
-        total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
         last_tokens = last_tokens.at[params.slot].set(tokens, mode="drop")
         counted = jnp.where(params.has_history == 1, params.slot, len(last_tokens))
         history = history.at[counted, tokens].add(1, mode="drop")
-        columns = [tokens[:, None], _bits(logprob_of(raw, tokens))[:, None]]
-        out = jnp.concatenate([*columns, top_ids.astype(jnp.int32), _bits(top - total)], axis=1)
-        return last_tokens, history, out
+        return last_tokens, history, self._ranked(raw, tokens)
 
     def score(
         self,
@@ -86,6 +81,25 @@ class HeadFunctions:
     ) -> Float32[Array, " r"]:
         """The raw logprob of each line's (row, target id)."""
         return self.split.logprob(linear(hidden[buffer[:, 0]], head), buffer[:, 1])
+
+    def rank(
+        self,
+        head: Shaped[Array, "own E"],
+        hidden: Shaped[Array, "tokens E"],
+        buffer: Int32[Array, "r 2"],
+    ) -> Int32[Array, "r outputs"]:
+        """[target, logprob, top ids, top logprobs] of each line's (row, target id)."""
+        raw = self.split.join(linear(hidden[buffer[:, 0]], head))
+        return self._ranked(raw, buffer[:, 1])
+
+    def _ranked(
+        self, raw: Float32[Array, "r V"], tokens: Int32[Array, " r"]
+    ) -> Int32[Array, "r outputs"]:
+        known = jnp.where(jnp.arange(raw.shape[1]) < self.num_valid, raw, -jnp.inf)
+        top, top_ids = lax.top_k(known, min(MAX_TOP_LOGPROBS, self.num_valid))
+        total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
+        columns = [tokens[:, None], _bits(logprob_of(raw, tokens))[:, None]]
+        return jnp.concatenate([*columns, top_ids.astype(jnp.int32), _bits(top - total)], axis=1)
 
     def logits(
         self,
@@ -154,6 +168,7 @@ def head_jobs(
         pairs = (state.head, state.hidden, words(rows, 2))
         add(f"score {rows}", functions.score, pairs, ())
         add(f"logits {rows}", functions.logits, pairs, ())
+        add(f"rank {rows}", functions.rank, pairs, ())
     add("set_history", set_history, (state.history, words(), words(vocab)), (0,))
     row = words(vocab, dtype=np.float32)
     add("set_bias", set_bias, (state.bias, words(), row), (0,))

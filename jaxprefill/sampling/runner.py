@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Int32, Shaped
 
 from jaxprefill.device_state import DeviceState
 from jaxprefill.prefill.compiler import Compiled
@@ -18,14 +18,7 @@ from jaxprefill.sampling.pack import (
     needs_mask,
     pack_rows,
 )
-
-
-class SampledToken(NamedTuple):
-    """A token, its raw logprob, and the most likely ids with theirs (empty when not computed)."""
-
-    token: int
-    logprob: float
-    top: dict[int, float]
+from jaxprefill.updates import SampledToken
 
 
 class RowToScore(NamedTuple):
@@ -72,6 +65,7 @@ class HeadRunner:
         for size in self._score_rows:
             self.score(state, [RowToScore(0, 0)] * size).read()
             self.logits(state, [RowToScore(0, 0)] * size).read()
+            self.rank(state, [RowToScore(0, 0)] * size).read()
 
     def start_slot(
         self, state: DeviceState, slot: int, request: Request, generated: list[int]
@@ -107,7 +101,7 @@ class HeadRunner:
                 *base, state.history, state.bias, mask, buffer
             )
         out.copy_to_host_async()
-        return PendingTokens(out, len(rows))
+        return PendingTokens(PendingScores([out], len(rows), size))
 
     def score(self, state: DeviceState, rows: Sequence[RowToScore]) -> "PendingScores":
         """Dispatches the logprobs of rows' targets, in blocks of rows."""
@@ -116,6 +110,10 @@ class HeadRunner:
     def logits(self, state: DeviceState, rows: Sequence[RowToScore]) -> "PendingScores":
         """Dispatches the raw logits of rows' targets, in blocks of rows."""
         return self._score(state, rows, "logits")
+
+    def rank(self, state: DeviceState, rows: Sequence[RowToScore]) -> "PendingTokens":
+        """Dispatches the logprobs of rows' targets, with the likeliest ids beside each."""
+        return PendingTokens(self._score(state, rows, "rank"))
 
     def _score(self, state: DeviceState, rows: Sequence[RowToScore], kind: str) -> "PendingScores":
         def call(buffer: Int32[np.ndarray, "r 2"]) -> Array:
@@ -161,12 +159,11 @@ def dispatch_pairs(
 class PendingTokens(NamedTuple):
     """Tokens on their way to the host."""
 
-    out: Array
-    num_rows: int
+    lines: "PendingScores"
 
     def read(self) -> list[SampledToken]:
         """Waits for the device."""
-        words = np.asarray(self.out)[: self.num_rows]
+        words = self.lines.read()
         num_top = (words.shape[1] - 2) // 2
         floats = words.view(np.float32)
         return [
@@ -188,7 +185,7 @@ class PendingScores(NamedTuple):
     num_rows: int
     block_rows: int
 
-    def read(self) -> Float32[np.ndarray, "rows ..."]:
+    def read(self) -> Shaped[np.ndarray, "rows ..."]:
         """Waits for the device."""
         parts = [np.asarray(block) for block in self.blocks]
         whole = [part[: self.block_rows] for part in parts[:-1]]

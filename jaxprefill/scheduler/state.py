@@ -116,7 +116,7 @@ class RequestState:
         """
         scored, prompt = self.num_scored, self.request.prompt_length
         found = list[float]()
-        for index, node in enumerate(match.nodes if self._wants_logprob(scored) else ()):
+        for index, node in enumerate(match.nodes if self._can_recall(scored) else ()):
             start, end = index * page_size, min((index + 1) * page_size, prompt)
             known = node.logprobs[max(scored - start, 0) : end - start]
             new = [value for value in known if value is not None]
@@ -130,6 +130,10 @@ class RequestState:
 
     def _wants_logprob(self, position: int) -> bool:
         return self.request.wants_prompt_logprobs and position < self.request.prompt_length
+
+    def _can_recall(self, position: int) -> bool:
+        """Whether pages may know the logprob: they keep none of other ids."""
+        return self._wants_logprob(position) and not self.request.num_prompt_top
 
     def start(self, lease: Lease, slot: int, hit: "Hit") -> None:
         """Admitted: continues behind what the cache spares."""

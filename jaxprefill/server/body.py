@@ -1,0 +1,110 @@
+"""Request bodies: read within a limit, decoded from JSON, checked against a Struct's fields.
+
+Unknown fields are ignored and nulls mean absent. What is wrong is said with rule and value.
+"""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from jaxprefill.errors import RequestError
+from jaxprefill.server.api_error import ApiError
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+_MISMATCH = re.compile(r"Expected `(?P<kinds>[^`]+)`, got `[^`]+`(?: - at `\$(?P<path>.*)`)?")
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
+_RULES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
+    """The whole body, which is read no further than `max_bytes`.
+
+    Raises:
+        ApiError: 413 or 415.
+        ClientDisconnect: the client went away.
+    """
+    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        message = f"Content-Type must be application/json, got {kind!r:.80}"
+        raise ApiError(415, message, code="unsupported_media_type")
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise _too_large(length, max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > max_bytes:
+            raise _too_large(f"at least {size}", max_bytes)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def decode(body: bytes, kind: type[B]) -> B:
+    """The fields of a JSON object.
+
+    Raises:
+        RequestError: this is no JSON object, or a field has a wrong type.
+    """
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body must be a JSON object in UTF-8, but {error}") from None
+    if not isinstance(data, dict):
+        raise RequestError(f"the body must be a JSON object, got {data!r:.80}")
+    given = {name: value for name, value in data.items() if value is not None}
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), given) from None
+    except RecursionError:
+        raise RequestError("the body must not be nested this deeply") from None
+
+
+def wrong(param: str, rule: str, value: object) -> RequestError:
+    """The error for a field whose value breaks a rule."""
+    return RequestError(f"{param} must be {rule}, got {value!r:.80}", param=param)
+
+
+def _explained(message: str, data: dict[str, Any]) -> RequestError:
+    """Msgspec's complaint in the words of all our errors."""
+    found = _MISMATCH.match(message)
+    if found is None or not found["path"]:
+        return RequestError(message)
+    value: Any = data
+    names: list[str] = []
+    for name, index in _STEP.findall(found["path"]):
+        try:
+            value = value[name] if name else value[int(index)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            break  # "..." stands for a key that the message does not name
+        names.append(name or f"[{index}]")
+    where = ".".join(names).replace(".[", "[")
+    kinds = [kind for kind in found["kinds"].split(" | ") if kind != "null"]
+    rule = " or ".join(_RULES.get(kind, kind) for kind in kinds)
+    if value is data or isinstance(value, dict):
+        rule = f"an object of {rule}s" if "object" not in kinds else rule
+    error = wrong(where, rule, value)
+    error.param = names[0] if names else None
+    return error
+
+
+def _too_large(size: str, limit: int) -> ApiError:
+    message = f"the body must be at most {limit} bytes, got {size}; send less at a time"
+    return ApiError(413, message, code="body_too_large")

@@ -1,0 +1,114 @@
+"""Choices as they grow: one driver for whole replies and streams, whatever their layout."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxprefill.collector import Collector
+from jaxprefill.request import Completion
+from jaxprefill.server.generation import Generation
+from jaxprefill.server.logprobs import TokenEntry
+from jaxprefill.server.usage import usage_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is new of a choice; of a whole reply, all of it.
+
+    Attributes:
+        text: new text.
+        start: how many of its tokens were told before.
+        is_first: nothing was told before.
+        done: the completion, if this is its end.
+    """
+
+    index: int
+    collector: Collector
+    text: str
+    start: int
+    is_first: bool
+    done: Completion | None
+
+    def entries(self, *, shift: int = 0) -> list[TokenEntry]:
+        """The new tokens with their logprobs; the text before them has `shift` more characters."""
+        collector, end = self.collector, len(self.collector.text)
+        pairs = zip(collector.tokens[self.start :], collector.offsets[self.start :], strict=True)
+        return [
+            TokenEntry(token.token, token.logprob, token.top or None, shift + min(offset, end))
+            for token, offset in pairs
+        ]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new tokens."""
+        return [token.token for token in self.collector.tokens[self.start :]]
+
+    @property
+    def ending(self) -> dict[str, Any]:
+        """`finish_reason`, and beside it which stop string or id it was."""
+        done = self.done
+        return {
+            "finish_reason": done.finish_reason if done is not None else None,
+            "stop_reason": done.stop_reason if done is not None else None,
+        }
+
+
+class Layout(Protocol):
+    """How a route writes choices."""
+
+    def envelope(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
+        """What stands around choices, of a whole reply or of a chunk."""
+        ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """A choice that a stream shows before the first part, if there is one."""
+        ...
+
+    def choice(self, part: Part, *, is_chunk: bool) -> dict[str, Any]:
+        """One choice, or what is new of it."""
+        ...
+
+
+async def whole_reply(generation: Generation, layout: Layout) -> dict[str, Any]:
+    """The reply when all is there; raises what `Generation.updates` raises."""
+    await generation.completions()
+    choices = [
+        layout.choice(_part(index, collector, start=0, is_first=True), is_chunk=False)
+        for index, collector in enumerate(generation.collectors)
+    ]
+    envelope = layout.envelope(choices, is_chunk=False)
+    return envelope | {"usage": usage_of(generation.collectors)}
+
+
+async def chunks(
+    generation: Generation, layout: Layout, *, with_usage: bool
+) -> AsyncGenerator[dict[str, Any]]:
+    """Chunks of one choice each, as steps bring text; raises what `Generation.updates` raises."""
+    num_told: dict[int, int] = {}
+    async for index in generation.updates():
+        collector = generation.collectors[index]
+        if not collector.tokens and not collector.is_finished:
+            continue  # the prompt is still being read
+        is_first = index not in num_told
+        part = _part(index, collector, start=num_told.get(index, 0), is_first=is_first)
+        if not part.text and not part.done:
+            continue  # half a character, or perhaps a stop string
+        opening = layout.opening(index) if is_first else None
+        if opening is not None:
+            yield layout.envelope([opening], is_chunk=True)
+        num_told[index] = len(collector.tokens)
+        yield layout.envelope([layout.choice(part, is_chunk=True)], is_chunk=True)
+    if with_usage:
+        usage = usage_of(generation.collectors)
+        yield layout.envelope([], is_chunk=True) | {"usage": usage}
+
+
+def _part(index: int, collector: Collector, *, start: int, is_first: bool) -> Part:
+    return Part(
+        index=index,
+        collector=collector,
+        text=collector.take_text(),
+        start=start,
+        is_first=is_first,
+        done=collector.completion() if collector.is_finished else None,
+    )

@@ -1,0 +1,211 @@
+"""What all routes of one server share, and what one call to it may do."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from jaxprefill.admission import NOTHING_MORE, Admission, Prompt, Wants, naming_item
+from jaxprefill.client import EngineClient, ServedModel
+from jaxprefill.request import Completion, Request, SamplingParams
+from jaxprefill.server.api_error import ApiError, unavailable
+from jaxprefill.server.generation import Generation
+from jaxprefill.server.observer import Observer
+from jaxprefill.server.settings import ServerSettings
+from jaxprefill.server.token_text import TokenTexts
+from jaxprefill.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_OFF_LOOP_SIZE = 4096  # characters or ids from which the event loop does not wait for tokenizing
+
+
+class ServerContext:
+    """Engine, settings, and the calls that run.
+
+    Attributes:
+        is_draining: no new work is taken; what runs may finish.
+        calls: those being answered, by request id.
+    """
+
+    def __init__(self, client: EngineClient, settings: ServerSettings, observer: Observer) -> None:
+        """Starts no work."""
+        self.client = client
+        self.settings = settings
+        self.observer = observer
+        self.is_draining = False
+        self.calls: dict[str, Call] = {}
+        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tokenize")
+        self._rng = np.random.default_rng()
+        self._admission: tuple[ServedModel, Admission] | None = None
+        self._texts: tuple[Tokenizer, TokenTexts] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine has been given and has not finished."""
+        return sum(call.num_live for call in self.calls.values())
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether new requests are taken."""
+        return self.client.is_ready and not self.is_draining
+
+    def check_open(self) -> None:
+        """Refuses a call that could not be served now.
+
+        Raises:
+            ApiError: 503 while starting or draining, 429 when the queue is full.
+        """
+        if self.is_draining:
+            raise unavailable("the server is shutting down; send the request elsewhere")
+        if not self.client.is_ready:
+            raise unavailable("the engine is starting; try again in a while")
+        waiting = self.num_sequences - self.client.model.max_running
+        if waiting >= self.settings.max_queued_requests:
+            raise ApiError(
+                429,
+                f"the queue holds at most {self.settings.max_queued_requests} prompts, and "
+                f"{waiting} wait already; try again later",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model.
+
+        Raises:
+            EngineUnavailable: the engine is not ready.
+        """
+        return self.settings.names(self.client.model.root)
+
+    def admission(self) -> Admission:
+        """What requests must keep to.
+
+        Raises:
+            EngineUnavailable: the engine is not ready.
+        """
+        model = self.client.model
+        if self._admission is None or self._admission[0] is not model:
+            admission = Admission(
+                tokenizer=model.tokenizer,
+                vocab_size=model.config.vocab_size,
+                context_length=model.context_length,
+                rng=self._rng,
+                has_lm_head=model.config.has_lm_head,
+            )
+            self._admission = (model, admission)
+        return self._admission[1]
+
+    def token_texts(self) -> TokenTexts:
+        """How the model's tokens are written; raises EngineUnavailable."""
+        tokenizer = self.client.model.tokenizer
+        if self._texts is None or self._texts[0] is not tokenizer:
+            self._texts = (tokenizer, TokenTexts(tokenizer))
+        return self._texts[1]
+
+    async def off_loop(self, function: Callable[[], T]) -> T:
+        """Runs what takes a while without holding up other calls."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    def close(self) -> None:
+        """Lets go of the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Call:
+    """One HTTP request that is being answered."""
+
+    def __init__(self, context: ServerContext, request_id: str) -> None:
+        """It is among the context's calls until it is closed.
+
+        Raises:
+            ApiError: 409, a request of this id runs.
+        """
+        if request_id in context.calls:
+            message = f"request id {request_id!r} is in use; wait for it, or send another id"
+            raise ApiError(409, message, param="request_id", code="duplicate_request_id")
+        self.context = context
+        self.request_id = request_id
+        self.created = int(time.time())
+        self._arrived_at = time.monotonic()
+        self._generations: list[Generation] = []
+        context.calls[request_id] = self
+
+    @property
+    def model(self) -> ServedModel:
+        """What is served; raises EngineUnavailable."""
+        return self.context.client.model
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that the engine has not finished."""
+        return sum(each.num_live for each in self._generations)
+
+    def served_name(self, asked: str | None) -> str:
+        """The model's name as the client calls it.
+
+        Raises:
+            ApiError: 404, there is no such model.
+        """
+        names = self.context.names
+        if asked is not None and asked not in names:
+            message = f"model must be {' or '.join(map(repr, names))}, got {asked!r:.120}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return asked or names[0]
+
+    async def off_loop_if_long(self, size: int, function: Callable[[], T]) -> T:
+        """Runs a function; on a thread where it goes through many characters or ids."""
+        return function() if size < _OFF_LOOP_SIZE else await self.context.off_loop(function)
+
+    async def requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        wants: Wants = NOTHING_MORE,
+        name: str = "prompt",
+    ) -> list[Request]:
+        """Validated requests, prompt-major; an error says which of `name` is at fault."""
+        admission = self.context.admission()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+
+        def build() -> list[Request]:
+            found: list[Request] = []
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+                with naming_item(name, index, len(prompts)):
+                    prompt_id = f"{self.request_id}-{index}"
+                    found += admission.requests(prompt_id, prompt, one, wants=wants)
+            return found
+
+        return await self.off_loop_if_long(sum(map(len, prompts)), build)
+
+    def submit(self, requests: Sequence[Request]) -> Generation:
+        """Hands requests to the engine; they end with the call at the latest.
+
+        Raises:
+            ApiError: 429 or 503, as `ServerContext.check_open`.
+        """
+        self.context.check_open()
+        generation = Generation(
+            self.context.client.submit(requests),
+            requests,
+            self.model.tokenizer,
+            observer=self.context.observer,
+            arrived_at=self._arrived_at,
+        )
+        self._generations.append(generation)
+        return generation
+
+    async def run(self, requests: Sequence[Request]) -> list[Completion]:
+        """Submits requests and waits for them; raises what `Generation.updates` raises."""
+        return await self.submit(requests).completions()
+
+    def close(self) -> None:
+        """Ends whatever still runs."""
+        for generation in self._generations:
+            generation.close()
+        self.context.calls.pop(self.request_id, None)

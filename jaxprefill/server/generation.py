@@ -1,0 +1,107 @@
+"""The sequences of one call while they run: updates become text, stop strings end them early."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from jaxprefill.client import Submission
+from jaxprefill.collector import Collector
+from jaxprefill.errors import JaxPrefillError
+from jaxprefill.request import Completion, Request
+from jaxprefill.server.observer import FinishedRequest, Observer
+from jaxprefill.tokenizer import Tokenizer
+
+
+class Generation:
+    """Requests that were submitted together, in order; closing it ends those that still run."""
+
+    def __init__(
+        self,
+        submission: Submission,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        *,
+        observer: Observer,
+        arrived_at: float,
+    ) -> None:
+        """`arrived_at` is a time of `time.monotonic`."""
+        self.collectors = [Collector(request, tokenizer) for request in requests]
+        self._submission = submission
+        self._observer = observer
+        self._arrived_at = arrived_at
+        self._positions = {request.id: index for index, request in enumerate(requests)}
+        self._seen_at: dict[int, float] = {}
+        self._first_token_at: dict[int, float] = {}
+        self._last_token_at: dict[int, float] = {}
+        self._live = set(range(len(requests)))
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._live)
+
+    async def updates(self) -> AsyncGenerator[int]:
+        """The position of each sequence whose collector has just taken an update.
+
+        Raises:
+            RequestError: the engine refuses a request; none runs.
+            EngineUnavailable: the engine is lost.
+            JaxPrefillError: the model gave values that are not numbers.
+        """
+        if not self._live:
+            return
+        async for update in self._submission:
+            index = self._positions[update.request_id]
+            if index not in self._live:
+                continue
+            collector = self.collectors[index]
+            self._time(index, has_token=bool(update.tokens))
+            collector.add(update)
+            if update.finish_reason == "error":
+                raise JaxPrefillError("the model gave values that are not numbers")
+            if collector.is_finished:
+                if update.finish_reason is None:  # a stop string, which only the text shows
+                    self._submission.abort(update.request_id)
+                self._end(index, collector.completion().finish_reason)
+            yield index
+            if not self._live:
+                return
+
+    async def completions(self) -> list[Completion]:
+        """Waits for all; raises what `updates` raises."""
+        async for _ in self.updates():
+            pass
+        return [collector.completion() for collector in self.collectors]
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        self._submission.close()
+        for index in list(self._live):
+            self._end(index, "abort")
+
+    def _time(self, index: int, *, has_token: bool) -> None:
+        now = time.monotonic()
+        self._seen_at.setdefault(index, now)
+        if not has_token:
+            return
+        if index in self._last_token_at:
+            self._observer.tokens_apart(now - self._last_token_at[index])
+        self._first_token_at.setdefault(index, now)
+        self._last_token_at[index] = now
+
+    def _end(self, index: int, reason: str) -> None:
+        self._live.discard(index)
+        collector = self.collectors[index]
+        self._observer.finished(
+            FinishedRequest(
+                reason=reason,
+                prompt_tokens=collector.request.prompt_length,
+                cached_tokens=collector.cached_tokens,
+                generated_tokens=len(collector.tokens),
+                waited_s=self._since(self._seen_at.get(index)),
+                first_token_s=self._since(self._first_token_at.get(index)),
+                total_s=time.monotonic() - self._arrived_at,
+            )
+        )
+
+    def _since(self, moment: float | None) -> float | None:
+        return None if moment is None else moment - self._arrived_at

@@ -1,0 +1,149 @@
+"""An engine of integers behind the server: no jax, no model, every step under the test's hand.
+
+The token after a text is chosen by a rule that a test can replace; its logprob is -1, an
+alternative's -2, a prompt token's minus its position. Steps follow each other by themselves
+unless `is_held`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from jaxprefill.client import ServedModel
+from jaxprefill.errors import EngineUnavailable, RequestError
+from jaxprefill.request import Request
+from jaxprefill.updates import RequestUpdate, SampledToken
+from tests.tiny import byte_tokenizer, tiny_config
+
+EOS = 256
+
+
+def letters(request: Request, position: int) -> int:
+    """a, b, c and so on."""
+    return ord("a") + position % 26 if request.params.temperature == 0 else ord("A") + position
+
+
+class FakeEngine:
+    """`EngineClient`, with what it was asked and a switch for every fault."""
+
+    def __init__(self, rule: Callable[[Request, int], int] = letters, **config):
+        tokenizer = byte_tokenizer()
+        self.rule = rule
+        self.is_ready = True
+        self.is_held = False
+        self.refusal: Exception | None = None
+        self.failure: Exception | None = None
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.running: set[str] = set()
+        self.num_flushes = 0
+        self._model = ServedModel(
+            root="tiny",
+            config=tiny_config(**config),
+            tokenizer=tokenizer,
+            context_length=160,
+            max_running=4,
+            kv_tokens=640,
+            started_at=1700000000,
+        )
+
+    @property
+    def model(self) -> ServedModel:
+        if not self.is_ready:
+            raise EngineUnavailable("the engine is starting")
+        return self._model
+
+    def submit(self, requests):
+        self.requests += requests
+        return FakeSubmission(self, requests)
+
+    async def flush_cache(self):
+        self.num_flushes += 1
+
+    async def stats(self):
+        return {"num_running": len(self.running), "num_waiting": 0}
+
+    async def restart(self):
+        """As after a crash: another model object, the same model."""
+        self._model = replace(self._model, started_at=self._model.started_at + 1)
+
+
+class FakeSubmission:
+    def __init__(self, engine: FakeEngine, requests):
+        self.engine = engine
+        self.live = {request.id: request for request in requests}
+        engine.running |= self.live.keys()
+
+    async def __aiter__(self):
+        if self.engine.refusal is not None:
+            raise self.engine.refusal
+        for position in range(10**6):
+            await asyncio.sleep(0)
+            while self.engine.is_held:
+                await asyncio.sleep(0.001)
+            if self.engine.failure is not None:
+                raise self.engine.failure
+            for request in list(self.live.values()):
+                if request.id in self.live:
+                    yield self.step(request, position)
+            if not self.live:
+                return
+
+    def step(self, request: Request, position: int) -> RequestUpdate:
+        prompt = request.prompt_ids
+        room = self.engine.model.context_length - len(prompt)
+        last = min(request.params.max_tokens, room)
+        tokens, reason = (), None
+        if last:
+            token = self.engine.rule(request, position)
+            top = {token: -1.0, 7: -2.0} if request.params.logprobs else {}
+            tokens = (SampledToken(token, -1.0, top),)
+            if request.is_ended_by(token, position + 1):
+                reason = "stop"
+        if position + 1 >= last and reason is None:
+            reason = "length"
+        if reason is not None:
+            self.drop(request.id)
+        scored = prompt[1:] if position == 0 and request.wants_prompt_logprobs else ()
+        logprobs = tuple(-float(at + 1) for at in range(len(scored)))
+        size = self.engine.model.config.hidden_size
+        return RequestUpdate(
+            request.id,
+            tokens=tokens,
+            prompt_logprobs=logprobs,
+            prompt_top=tuple(
+                {token: logprob, 9: -0.5} for token, logprob in zip(scored, logprobs, strict=True)
+            )
+            if request.num_prompt_top
+            else (),
+            label_scores=tuple(-float(label) / 10 for label in request.label_ids),
+            hidden_sum=np.full(size, len(prompt), np.float32) if request.pooling else None,
+            class_logits=self.class_logits(request),
+            cached_tokens=1,
+            finish_reason=reason,
+        )
+
+    def class_logits(self, request: Request):
+        classifier = self.engine.model.config.classifier
+        if not request.wants_class_logits or classifier is None:
+            return None
+        return np.arange(len(classifier.labels), dtype=np.float32)
+
+    def drop(self, name: str):
+        self.live.pop(name, None)
+        self.engine.running.discard(name)
+
+    def abort(self, name: str):
+        if name in self.live:
+            self.engine.aborted.append(name)
+        self.drop(name)
+
+    def close(self):
+        for name in list(self.live):
+            self.abort(name)
+
+
+def too_long_for_the_pool() -> RequestError:
+    return RequestError("prompt and output must fit the KV pool", param="prompt")

@@ -1,0 +1,193 @@
+"""`jaxprefill serve` as people run it: a process of its own, real sockets, real clients."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.folders import write_folder
+from tests.tiny import SMALL, TinyCheckpoint
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+class Server:
+    """A running server over the tiny model."""
+
+    def __init__(self, folder: Path, *flags: str, **options):
+        shown = {key: value for key, value in (SMALL | options).items() if key != "seed"}
+        shown["prefill_buckets"] = "8,32"
+        given = [f"--{key.replace('_', '-')}={value}" for key, value in shown.items()]
+        command = [sys.executable, "-m", "jaxprefill", "serve", "--model", str(folder)]
+        self.process = subprocess.Popen(
+            [*command, "--served-model-name", "tiny", "--port=0", *given, *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        self.log: list[str] = []
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.match(r"jaxprefill ready at (http\S+) after", line):
+                self.url = found[1]
+                break
+        else:
+            raise AssertionError("".join(self.log))
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def post(self, path: str, **body) -> dict:
+        return self.http.post(path, json=body).raise_for_status().json()
+
+    def stop(self) -> int:
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=30)
+        finally:
+            self.process.kill()
+            self.process.stderr.close()
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"), TinyCheckpoint())
+
+
+@pytest.fixture(scope="module")
+def server(folder, compile_cache):
+    made = Server(folder, compile_cache=compile_cache)
+    yield made
+    assert made.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_openais_client_completes(server, client, engine):
+    prompt = [1, 2, 3, 4]
+    one = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=4, temperature=0, logprobs=2, echo=True
+    )
+    choice = one.choices[0]
+    assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.tokens) == 8
+    scores = engine.logprobs([prompt])[0]
+    assert choice.logprobs.token_logprobs[1:4] == pytest.approx(scores[1:], abs=1e-4)
+    for score, top in zip(
+        choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True
+    ):
+        assert score in top.values() and len(top) in (2, 3)
+    streamed = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=4, temperature=0, echo=True, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
+
+
+def test_openais_client_chats(client):
+    asked = dict(model="tiny", messages=CHAT, temperature=0, max_tokens=6)
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1)
+    assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+    options = {"include_usage": True}
+    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options=options)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content and last.usage == whole.usage
+
+
+def test_openais_client_sees_the_models_and_the_errors(client):
+    assert client.models.list().data[0].id == "tiny"
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
+        client.completions.create(model="tiny", prompt=[1] * 160)
+    assert caught.value.param == "prompt"
+
+
+def test_numbers_do_not_depend_on_what_runs_beside(server):
+    prompts = [[7] * 3 + list(range(n)) for n in (1, 8, 30, 32, 33, 60)]
+    scoring = dict(max_tokens=1, temperature=0, logprobs=1, echo=True)
+
+    def scores(prompt) -> list[list[float]]:
+        choices = server.post("/v1/completions", prompt=prompt, **scoring)["choices"]
+        return [choice["logprobs"]["token_logprobs"][1:] for choice in choices]
+
+    alone = [scores(prompt)[0] for prompt in prompts]
+    again = [scores(prompt)[0] for prompt in reversed(prompts)][::-1]
+    together = scores(prompts)
+    for one, two, three in zip(alone, again, together, strict=True):
+        assert one == pytest.approx(two, abs=1e-4) and one == pytest.approx(three, abs=1e-4)
+
+
+def raw(server: Server, data: bytes, *, wait: bool = True) -> bytes:
+    """What a socket gets back for these bytes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(data)
+        if not wait:
+            return b""
+        connection.settimeout(10)
+        found = b""
+        while chunk := connection.recv(65536):
+            found += chunk
+        return found
+
+
+def head(length: int, *more: str) -> bytes:
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: test",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        "Connection: close",
+        *more,
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def test_broken_and_interrupted_input_leaves_nothing_behind(server):
+    body = json.dumps({"prompt": "a", "temperature": 0, "max_tokens": 2}).encode()
+    expected = server.post("/v1/completions", prompt="a", temperature=0, max_tokens=2)
+    assert b" 200 " in raw(server, head(len(body)) + body).split(b"\r\n")[0]
+    assert b" 400 " in raw(server, b"\x16\x03\x01 not http\r\n\r\n").split(b"\r\n")[0]
+    assert b" 413 " in raw(server, head(10**8)).split(b"\r\n")[0]
+    long = json.dumps({"prompt": "a", "stream": True, "max_tokens": 150, "ignore_eos": True})
+    for stage in range(40):
+        data = head(len(long)) + long.encode()
+        raw(server, data[: 20 * (stage + 1)] if stage < 20 else data, wait=False)
+    deadline = time.monotonic() + 30
+    while True:
+        after = server.post("/v1/completions", prompt="a", temperature=0, max_tokens=2)
+        assert after["choices"] == expected["choices"]
+        if server.http.get("/health").status_code == 200:
+            break
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.slow
+def test_a_server_drains_and_leaves_with_0(folder, compile_cache):
+    server = Server(folder, compile_cache=compile_cache)
+    long = {"prompt": "a", "stream": True, "max_tokens": 120, "ignore_eos": True}
+    with server.http.stream("POST", "/v1/completions", json=long) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        seen = [line for line in lines if line]
+    assert seen[-1] == "data: [DONE]" and '"finish_reason":"length"' in seen[-2]
+    assert server.stop() == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", server.port))
