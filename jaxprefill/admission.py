@@ -31,6 +31,7 @@ class Wants:
     pooling: PoolingKind | None = None
     class_logits: bool = False
     priority: int = 0
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -95,6 +96,7 @@ class Admission:
                 pooling=wants.pooling,
                 wants_class_logits=wants.class_logits,
                 priority=wants.priority,
+                grammar=wants.grammar,
                 index=index,
             )
             for index in range(params.n)

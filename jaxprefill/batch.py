@@ -6,6 +6,9 @@ The scheduler makes it, padding turns it into one buffer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxprefill.request import SamplingParams
 
 
@@ -17,6 +20,7 @@ class SampleSpec:
         position: index in the sequence of the token to be sampled; fixes its random stream.
         num_generated: tokens sampled before this one.
         stop_ids: ids banned while fewer than `params.min_tokens` were generated.
+        allowed: one bit for each id that the output's grammar allows; None: it has none.
     """
 
     params: SamplingParams
@@ -24,6 +28,7 @@ class SampleSpec:
     position: int
     num_generated: int
     stop_ids: frozenset[int] = frozenset()
+    allowed: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState
 from jaxprefill.errors import RequestError
+from jaxprefill.grammar import Grammars, Matcher
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import CompilationCounter
 from jaxprefill.prefill.runner import PrefillRunner
@@ -28,6 +29,7 @@ class EngineCore:
     decode: DecodeRunner
     heads: Heads
     counters: EngineCounters
+    grammars: Grammars | None = None
     scheduler: Scheduler = field(init=False)
     compilations: CompilationCounter = field(default_factory=CompilationCounter)
 
@@ -42,14 +44,25 @@ class EngineCore:
         """Queues a validated request.
 
         Raises:
-            RequestError: its id is in use, or it can never fit the KV pool.
+            RequestError: its id is in use, its grammar is wrong, or it can never fit the KV pool.
         """
         if request.id in self._states:
             raise RequestError(f"request id {request.id!r} is already in flight", param="rid")
         room = self.plan.context_length - request.prompt_length
         state = RequestState(request, max_tokens=min(request.params.max_tokens, room))
+        state.matcher = self._matcher(request)
         self.scheduler.add(state)
         self._states[request.id] = state
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        if request.grammar is None:
+            return None
+        if self.grammars is None:
+            raise RequestError(
+                "a grammar needs an engine that knows grammars; leave it out, or use the server",
+                param="response_format",
+            )
+        return self.grammars(request.grammar)
 
     def abort(self, request_id: str) -> None:
         """Forgets a request and frees its pages; an unknown id is nothing to do."""
@@ -107,9 +120,11 @@ class EngineCore:
             self.abort(state.request.id)
             return RequestUpdate(state.request.id, finish_reason="error")
         store_logprobs(row.nodes, row.first_position, row.logprobs, self.cache.page_size)
+        is_open = True
         if token is not None:
             state.output_ids.append(token.token)
-        reason = self._finish_reason(state, token)
+            is_open = state.matcher is None or state.matcher.accept(token.token)
+        reason = self._finish_reason(state, token) if is_open else "stop"
         if reason is not None:
             self.abort(state.request.id)
         found, state.found_logprobs = state.found_logprobs, []

@@ -27,6 +27,7 @@ from jaxprefill.embeddings import (
     stacked,
 )
 from jaxprefill.errors import JaxPrefillError, RequestError
+from jaxprefill.grammar import Grammars
 from jaxprefill.kernels.device import describe_device, free_memory_bytes
 from jaxprefill.loop import EngineLoop, Listener
 from jaxprefill.plan import EnginePlan, make_plan
@@ -236,6 +237,10 @@ class Engine:
         The listener is called on the engine's own thread, between two steps.
         """
         self._loop.submit(requests, listener)
+
+    def use_grammars(self, grammars: Grammars | None) -> None:
+        """From now on requests may bring a grammar; None: no more."""
+        self._core.grammars = grammars
 
     def abort(self, listener: Listener, request_ids: Sequence[str] | None = None) -> None:
         """Ends requests of a listener before the next step; None: all of them."""

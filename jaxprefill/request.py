@@ -111,6 +111,7 @@ class Request:
         pooling: which hidden rows make the prompt's embedding, or None where none is wanted.
         wants_class_logits: read the classifier at the last token.
         priority: a higher one is served first.
+        grammar: the output's, as text; None: any output.
     """
 
     id: str
@@ -125,6 +126,7 @@ class Request:
     pooling: PoolingKind | None = None
     wants_class_logits: bool = False
     priority: int = 0
+    grammar: str | None = None
     index: int = 0
 
     @property

@@ -21,8 +21,9 @@ EOS = 256
 
 
 def letters(request: Request, position: int) -> int:
-    """a, b, c and so on."""
-    return ord("a") + position % 26 if request.params.temperature == 0 else ord("A") + position
+    """a, b, c and so on; capitals where the temperature is not 0."""
+    first = "a" if request.params.temperature == 0 else "A"
+    return ord(first) - ord("!") + position % 26  # the tokenizer's ids begin with "!"
 
 
 class FakeEngine:

@@ -30,7 +30,7 @@ class Http:
         async def send():
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await client.request(method, path, **more)
+                return await asyncio.wait_for(client.request(method, path, **more), 30)
 
         return asyncio.run(send())
 

@@ -22,9 +22,9 @@ TOP_LEVEL = {
 
 # Layers from the bottom up; a module may import its own layer and those below.
 LAYERS = [
-    ["errors", "integers"],
+    ["errors", "integers", "grammar"],
     ["config", "request", "counters"],
-    ["batch", "chat_template", "tokenizer", "updates"],
+    ["batch", "chat_template", "tokenizer", "updates", "constraints"],
     ["kernels", "compat", "processes", "cache.pages", "cache.prefix", "cache.spec"],
     ["models"],
     ["cache", "weights", "device_state"],
@@ -69,6 +69,7 @@ HOST_ONLY = [
     "models.hf_values",
     "models.rope",
     "weights.known",
+    "constraints",
     "server.run",
     "remote.client",
     "cli.main",

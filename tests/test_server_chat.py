@@ -129,3 +129,30 @@ def test_what_is_wrong_is_said_before_anything_runs(http, more, param):
 def test_a_model_without_a_template_says_what_to_do(http):
     http.engine.model.tokenizer.chat_templates = {}
     assert "plain prompt" in http.error(PATH, BASE)["message"]
+
+
+def test_a_response_format_becomes_a_grammar_of_the_request(http):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for given in (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    ):
+        assert http.post(PATH, BASE | {"response_format": given}).status_code == 200
+    anything, narrow = (request.grammar for request in http.engine.requests)
+    assert anything and narrow and anything != narrow
+    assert http.post(PATH, BASE | {"response_format": {"type": "text"}}).status_code == 200
+    assert http.engine.requests[-1].grammar is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": "no"}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
+        {},
+    ],
+)
+def test_a_response_format_that_cannot_be_followed_is_refused(http, given):
+    assert http.error(PATH, BASE | {"response_format": given})["param"] == "response_format"

@@ -34,8 +34,11 @@ def run(args: argparse.Namespace) -> int:
     """
     names = [item.name for item in fields(ServerSettings)]
     given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    settings, config = ServerSettings(**given | lists), engine_config_of(args)
+    lists: dict[str, Any] = {
+        name: tuple(value) for name, value in given.items() if isinstance(value, list)
+    }
+    given |= lists
+    settings, config = ServerSettings(**given), engine_config_of(args)
     _require_packages()
     from jaxprefill.cli.serving import serve
 

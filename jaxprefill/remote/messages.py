@@ -17,7 +17,7 @@ from jaxprefill.updates import RequestUpdate
 HEADER = struct.Struct(">I")
 
 
-class Start(msgspec.Struct, tag=True):
+class Start(msgspec.Struct, tag=True, array_like=True):
     """To the engine, first: the fields of EngineConfig, and whether to log much."""
 
     options: dict[str, Any]
@@ -46,14 +46,14 @@ class Ask(msgspec.Struct, tag=True, array_like=True):
     arguments: dict[str, Any] = {}
 
 
-class Stop(msgspec.Struct, tag=True):
+class Stop(msgspec.Struct, tag=True, array_like=True):
     """To the engine, last: end every request and leave."""
 
 
 ToEngine = Start | Submit | Abort | Ask | Stop
 
 
-class Progress(msgspec.Struct, tag=True):
+class Progress(msgspec.Struct, tag=True, array_like=True):
     """From the engine while it starts: an executable is compiled."""
 
     name: str
@@ -62,7 +62,7 @@ class Progress(msgspec.Struct, tag=True):
     num_all: int
 
 
-class Ready(msgspec.Struct, tag=True):
+class Ready(msgspec.Struct, tag=True, array_like=True):
     """From the engine: it takes requests from now on."""
 
     root: str
@@ -74,7 +74,7 @@ class Ready(msgspec.Struct, tag=True):
     description: str
 
 
-class Refused(msgspec.Struct, tag=True):
+class Refused(msgspec.Struct, tag=True, array_like=True):
     """From the engine, last: it cannot start; `kind` is a class of `errors`."""
 
     kind: str

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from jaxprefill.constraints import make_grammars
 from jaxprefill.engine import Engine
 from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.prefill.compiler import ExecutableRecord
@@ -178,6 +179,7 @@ def _start(start: Start, outbox: Outbox) -> Engine:
         outbox.put(Progress(record.name, seconds, num_done, num_all))
 
     engine = Engine(on_compiled=on_compiled, **start.options)
+    engine.use_grammars(make_grammars(engine.tokenizer, engine.plan.model.vocab_size))
     plan = engine.plan
     outbox.put(
         Ready(

@@ -44,8 +44,24 @@ def is_plain(spec: SampleSpec) -> bool:
 
 
 def needs_mask(spec: SampleSpec) -> bool:
-    """Whether ids are banned at this step: stop ids, before min_tokens."""
+    """Whether ids are banned at this step: by a grammar, or stop ids before min_tokens."""
+    return spec.allowed is not None or bans_stops(spec)
+
+
+def bans_stops(spec: SampleSpec) -> bool:
+    """Whether stop ids are banned at this step."""
     return spec.num_generated < spec.params.min_tokens and bool(spec.stop_ids)
+
+
+def restrict(mask: Int32[np.ndarray, "rows words"], line: int, spec: SampleSpec) -> None:
+    """Clears what the row may not choose; its grammar goes before min_tokens."""
+    if spec.allowed is not None:
+        mask[line] &= spec.allowed
+    before = mask[line].copy()
+    if bans_stops(spec):
+        ban(mask, line, sorted(spec.stop_ids))
+    if not mask[line].any():
+        mask[line] = before
 
 
 def pack_rows(

@@ -12,11 +12,11 @@ from jaxprefill.request import Request
 from jaxprefill.sampling.head import history_row
 from jaxprefill.sampling.pack import (
     RowToSample,
-    ban,
     full_mask,
     is_plain,
     needs_mask,
     pack_rows,
+    restrict,
 )
 from jaxprefill.updates import SampledToken
 
@@ -129,7 +129,7 @@ class HeadRunner:
         mask = self._full_mask(state, size)
         for line, row in enumerate(rows):
             if needs_mask(row.spec):
-                ban(mask, line, sorted(row.spec.stop_ids))
+                restrict(mask, line, row.spec)
         return mask
 
     def _full_mask(self, state: DeviceState, rows: int) -> Int32[np.ndarray, "rows words"]:

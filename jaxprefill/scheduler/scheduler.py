@@ -132,7 +132,7 @@ class Scheduler:
         self._last = []
 
     def _decodable(self) -> list[RequestState]:
-        return [state for state in self._running if state.is_prefilled and state.has_more_to_sample]
+        return [state for state in self._running if state.is_prefilled and state.can_sample]
 
     def _can_ride(self, decoding: list[RequestState]) -> bool:
         limits = self._limits

@@ -5,6 +5,7 @@ from enum import Enum
 
 from jaxprefill.batch import BatchRow, SampleSpec
 from jaxprefill.cache.prefix import Lease, Match, PageKey
+from jaxprefill.grammar import Matcher
 from jaxprefill.request import Request
 
 
@@ -53,6 +54,7 @@ class RequestState:
         num_pooled: prompt positions whose hidden row is dispatched to the embedding.
         num_cached: prompt tokens the first admission found computed.
         found_logprobs: logprobs from the cache, not yet handed out.
+        matcher: follows the output through the request's grammar.
     """
 
     request: Request
@@ -74,6 +76,7 @@ class RequestState:
     is_slot_ready: bool = False
     lease: Lease = field(default_factory=Lease)
     keys: list[PageKey] = field(default_factory=list[PageKey])
+    matcher: Matcher | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -96,6 +99,11 @@ class RequestState:
     def has_more_to_sample(self) -> bool:
         """Whether another token may be dispatched."""
         return self.num_sampled < self.max_tokens
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether it may be now: a grammar must see a token before it allows the next."""
+        return self.has_more_to_sample and not (self.matcher and self.num_in_flight)
 
     @property
     def num_known(self) -> int:
@@ -193,6 +201,7 @@ class RequestState:
             position=position,
             num_generated=self.num_sampled,
             stop_ids=self.request.stop_ids,
+            allowed=self.matcher.mask() if self.matcher is not None else None,
         )
 
     def _score_ids(self, start: int, end: int) -> tuple[int, tuple[int, ...]]:

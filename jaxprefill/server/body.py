@@ -3,6 +3,7 @@
 Unknown fields are ignored and nulls mean absent. What is wrong is said with rule and value.
 """
 
+import logging
 import re
 from typing import Any, TypeVar
 
@@ -14,10 +15,16 @@ from starlette.types import Receive
 from jaxprefill.errors import RequestError
 from jaxprefill.server.api_error import ApiError
 
+logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=msgspec.Struct)
 
 _MISMATCH = re.compile(r"Expected `(?P<kinds>[^`]+)`, got `[^`]+`(?: - at `\$(?P<path>.*)`)?")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
+_OLD_CONSTRAINTS = {
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("regex", "ebnf", "structural_tag"),
+}
+_warned: set[str] = set()
 _RULES = {
     "int": "an integer",
     "float": "a number",
@@ -68,6 +75,7 @@ def decode(body: bytes, kind: type[B]) -> B:
         raise RequestError(f"the body must be a JSON object in UTF-8, but {error}") from None
     if not isinstance(data, dict):
         raise RequestError(f"the body must be a JSON object, got {data!r:.80}")
+    _warn_of_constraints(data)
     given = {name: value for name, value in data.items() if value is not None}
     try:
         return msgspec.convert(given, kind)
@@ -75,6 +83,13 @@ def decode(body: bytes, kind: type[B]) -> B:
         raise _explained(str(error), given) from None
     except RecursionError:
         raise RequestError("the body must not be nested this deeply") from None
+
+
+def _warn_of_constraints(data: dict[str, Any]) -> None:
+    """Ignoring most unknown fields does no harm; ignoring these changes the answer."""
+    for name in (_OLD_CONSTRAINTS & data.keys()) - _warned:
+        _warned.add(name)
+        logger.warning("%s is not known and is ignored; use response_format", name)
 
 
 def wrong(param: str, rule: str, value: object) -> RequestError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from jaxprefill.admission import Wants
 from jaxprefill.errors import RequestError
 from jaxprefill.request import MAX_TOP_LOGPROBS
 from jaxprefill.server.body import wrong
@@ -19,6 +20,7 @@ from jaxprefill.server.context import Call
 from jaxprefill.server.fields import SamplingFields
 from jaxprefill.server.logprobs import LogprobWriter
 from jaxprefill.server.replies import EventStream
+from jaxprefill.server.structured import grammar_of
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -50,7 +52,8 @@ async def chat(call: Call, body: ChatBody) -> Any:
         max_tokens=_max_tokens(body, call, len(prompt)),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    requests = await call.requests([prompt], params, name="messages")
+    wants = Wants(grammar=grammar_of(body.response_format))
+    requests = await call.requests([prompt], params, wants=wants, name="messages")
     layout, generation = _Layout(call, body, prompt), call.submit(requests)
     if body.stream:
         return EventStream(chunks(generation, layout, with_usage=with_usage))

@@ -20,6 +20,7 @@ from jaxprefill.server.context import Call
 from jaxprefill.server.fields import SamplingFields
 from jaxprefill.server.logprobs import LogprobWriter, TokenEntry
 from jaxprefill.server.replies import EventStream
+from jaxprefill.server.structured import grammar_of
 from jaxprefill.tokenizer import Detokenizer, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -43,7 +44,11 @@ async def completions(call: Call, body: CompletionBody) -> Any:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
     scores_prompt = body.echo and body.logprobs is not None
-    wants = Wants(prompt_logprobs=scores_prompt, prompt_top=(body.logprobs or 0) * scores_prompt)
+    wants = Wants(
+        prompt_logprobs=scores_prompt,
+        prompt_top=(body.logprobs or 0) * scores_prompt,
+        grammar=grammar_of(body.response_format),
+    )
     requests = await call.requests(prompts, params, wants=wants)
     echoes: list[Echo] = []
     if body.echo:

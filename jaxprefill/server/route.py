@@ -1,4 +1,4 @@
-"""One POST route: reads and checks the body, runs its handler, and ends it with its client.
+"""One route that the engine works for: checks the body, runs its handler, ends with its client.
 
 A client that goes away, before or during the answer, ends what the engine does for it.
 """
@@ -48,7 +48,7 @@ class JsonRoute(Generic[B]):
         answer = _Answer(send, headers.get("x-request-id"))
         try:
             async with asyncio.timeout(self._context.settings.request_timeout or None):
-                body = await self._read(receive, headers)
+                body = await self._read(scope, receive, headers)
                 call = Call(self._context, _request_id(body, headers))
                 answer.headers["x-request-id"] = call.request_id
                 try:
@@ -60,8 +60,10 @@ class JsonRoute(Generic[B]):
         except Exception as error:
             await self._fail(answer, as_api_error(error))
 
-    async def _read(self, receive: Receive, headers: Headers) -> B:
+    async def _read(self, scope: Scope, receive: Receive, headers: Headers) -> B:
         self._context.check_open()
+        if scope["method"] == "GET":
+            return self._kind()
         body = await read_body(receive, headers, self._context.settings.max_body_bytes)
         return decode(body, self._kind)
 
