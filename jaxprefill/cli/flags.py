@@ -44,27 +44,26 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     for item, hint in engine_options():
         if item.name not in _NO_FLAG:
-            add_option_flag(group, item, hint)
+            names, keywords = option_flag(item, hint)
+            group.add_argument(*names, **keywords)
 
 
-def add_option_flag(group: "argparse._ArgumentGroup", item: "Field[Any]", hint: Any) -> None:
-    """The flag of one option; texts of which several may be given are gathered in a list."""
+def option_flag(item: "Field[Any]", hint: Any) -> tuple[list[str], dict[str, Any]]:
+    """Names and keywords of an option's flag; texts that may be several are gathered in a list."""
     names = [flag_name(item.name)]
     names += [_ALIASES[item.name]] if item.name in _ALIASES else []
     text = _help(str(item.metadata["help"]), item)
     if hint is bool:
         action = argparse.BooleanOptionalAction if item.default else "store_true"
-        group.add_argument(*names, action=action, default=argparse.SUPPRESS, help=text)
-        return
-    group.add_argument(
-        *names,
-        dest=item.name,
-        action="append" if hint == tuple[str, ...] else "store",
-        default=argparse.SUPPRESS,
-        choices=get_args(hint) if get_origin(hint) is Literal else None,
-        metavar=item.metadata["metavar"],
-        help=text,
-    )
+        return names, {"action": action, "default": argparse.SUPPRESS, "help": text}
+    return names, {
+        "dest": item.name,
+        "action": "append" if hint == tuple[str, ...] else "store",
+        "default": argparse.SUPPRESS,
+        "choices": get_args(hint) if get_origin(hint) is Literal else None,
+        "metavar": item.metadata["metavar"],
+        "help": text,
+    }
 
 
 def engine_config_of(args: argparse.Namespace) -> EngineConfig:

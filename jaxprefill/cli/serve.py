@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, get_type_hints
 
 from jaxprefill.cli.command import Command
-from jaxprefill.cli.flags import add_engine_flags, add_option_flag, engine_config_of
+from jaxprefill.cli.flags import add_engine_flags, option_flag, engine_config_of
 from jaxprefill.errors import ConfigError
 from jaxprefill.server.settings import ServerSettings
 
@@ -22,7 +22,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server options")
     hints = get_type_hints(ServerSettings)
     for item in fields(ServerSettings):
-        add_option_flag(group, item, hints[item.name])
+        names, keywords = option_flag(item, hints[item.name])
+        group.add_argument(*names, **keywords)
     add_engine_flags(parser)
 
 
