@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, get_type_hints
 
 from jaxprefill.cli.command import Command
-from jaxprefill.cli.flags import add_engine_flags, option_flag, engine_config_of
+from jaxprefill.cli.flags import add_engine_flags, engine_config_of, option_flag
 from jaxprefill.errors import ConfigError
 from jaxprefill.server.settings import ServerSettings
 
