@@ -91,14 +91,16 @@ class Compiled:
 
 
 def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
-    """Lowers and compiles one job; `keep_unused` keeps a donated argument that is not read.
+    """Lowers and compiles one job. A donated argument must be read, or jit drops it.
+
+    (`keep_unused` would keep it, and from jax 0.11 on the executable too, for the process's life.)
 
     Raises:
         CompileError: carries the job's name and XLA's message.
     """
     try:
         started = time.perf_counter()
-        jitted = jax.jit(_named(job), donate_argnums=job.donated, keep_unused=True)
+        jitted = jax.jit(_named(job), donate_argnums=job.donated)
         lowered = jitted.lower(*job.arguments)
         lowered_at = time.perf_counter()
         compiled = lowered.compile(compiler_options=options if job.is_graph else options | NO_GRAPH)
