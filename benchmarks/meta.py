@@ -16,8 +16,9 @@ def describe_run(module: str) -> dict[str, Any]:
     """`module` is the benchmark's own, as `python -m` is given it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return {
-        "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", module, *arguments]),
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
