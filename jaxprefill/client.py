@@ -46,6 +46,10 @@ class Submission(Protocol):
         """Ends one request before the next step; it gets no more updates."""
         ...
 
+    def cancel(self) -> None:
+        """Ends those that still run; their last updates say "abort"."""
+        ...
+
     def close(self) -> None:
         """Ends those that still run. Must be called, and may be called again."""
         ...
@@ -57,6 +61,16 @@ class EngineClient(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken; known without asking the engine."""
+        ...
+
+    @property
+    def num_compiled(self) -> tuple[int, int]:
+        """Executables that are compiled, and all that will be; (0, 0) before the first is."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """How often an engine that was ready was lost and started again."""
         ...
 
     @property
@@ -89,6 +103,24 @@ class EngineClient(Protocol):
 
         Raises:
             EngineUnavailable: the engine is not ready, or is lost meanwhile.
+        """
+        ...
+
+    async def start_profile(self, folder: str) -> None:
+        """Records what the engine runs until `stop_profile`.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or is lost meanwhile.
+            JaxPrefillError: it is recording already.
+        """
+        ...
+
+    async def stop_profile(self) -> None:
+        """Writes the recording into its folder.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or is lost meanwhile.
+            JaxPrefillError: it is not recording.
         """
         ...
 

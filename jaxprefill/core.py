@@ -1,5 +1,6 @@
 """The engine's loop: schedule, dispatch, and read the step before. Sees scheduler and runners."""
 
+import time
 from dataclasses import dataclass, field
 
 from jaxprefill.batch import Batch
@@ -96,6 +97,9 @@ class EngineCore:
     def _dispatch(self, batch: Batch) -> PendingStep:
         runner = self.decode if batch.is_decode else self.prefill
         states = [self._states[row.request_id] for row in batch.rows]
+        now = time.monotonic()
+        for state in states:
+            state.started_at = state.started_at or now
         try:
             runner.run(self.state, batch)
             return dispatch_heads(self.heads, self.state, batch, states)
@@ -138,6 +142,7 @@ class EngineCore:
             class_logits=row.class_logits,
             cached_tokens=state.num_cached or 0,
             finish_reason=reason,
+            times=state.take_times() if token is not None or reason is not None else None,
         )
 
     @staticmethod

@@ -10,7 +10,8 @@ class EngineCounters:
 
     Attributes:
         passes: forward passes by path: full, layerwise, eager, decode.
-        executables: forward passes by executable, e.g. "prefill 64x16x8192".
+        executables: forward passes by executable, e.g. "full 64x16x8192".
+        padding: tokens computed in vain, by executable.
         fallbacks: passes that fell back, by reason.
         real_tokens: tokens of requests that passes computed.
         padding_tokens: tokens computed beyond those.
@@ -21,6 +22,7 @@ class EngineCounters:
 
     passes: Counter[str] = field(default_factory=Counter[str])
     executables: Counter[str] = field(default_factory=Counter[str])
+    padding: Counter[str] = field(default_factory=Counter[str])
     fallbacks: Counter[str] = field(default_factory=Counter[str])
     real_tokens: int = 0
     padding_tokens: int = 0
@@ -32,5 +34,6 @@ class EngineCounters:
         """One forward pass of `real` tokens in a shape of `padded`."""
         self.passes[path] += 1
         self.executables[executable] += 1
+        self.padding[executable] += padded - real
         self.real_tokens += real
         self.padding_tokens += padded - real

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxprefill.admission import NOTHING_MORE, Admission, Prompt, Wants, naming_item
@@ -250,6 +251,14 @@ class Engine:
         """Forgets all prefixes that no running request uses."""
         self._loop.flush_cache()
 
+    def start_profile(self, folder: str) -> None:
+        """Records what runs, for xprof or TensorBoard, until `stop_profile`."""
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        """Writes the recording into its folder."""
+        jax.profiler.stop_trace()
+
     def _read(self, name: str, prompts: list[Prompt], wants: Wants) -> list[Completion]:
         """Runs prompts for what their rows tell; nothing is generated."""
         params = [SamplingParams(max_tokens=0)] * len(prompts)
@@ -293,10 +302,10 @@ class Engine:
         """Counters and the memory table, ready for JSON.
 
         Keys: passes (by path), executables (passes by executable), fallbacks (by reason),
-        real_tokens, padding_tokens, cached_tokens, preemptions, corrupted_requests,
-        compilations_after_ready, num_running and num_waiting (requests), kv_pages (free ones may
-        be cached), memory (bytes on each
-        device), mesh (devices by axis, processes), startup_s, compiled (records).
+        padding (tokens by executable), real_tokens, padding_tokens, cached_tokens, preemptions,
+        corrupted_requests, compilations_after_ready, num_running and num_waiting (requests),
+        kv_pages (free ones may be cached), memory (bytes on each device), mesh (devices by axis,
+        processes), ladder (the shapes that are built), startup_s, compiled (records).
         """
         core, counters = self._core, self._core.counters
         records = self._started.records
@@ -308,7 +317,8 @@ class Engine:
         return {
             "passes": dict(counters.passes),
             "executables": dict(counters.executables),
-            "fallbacks": {str(reason): n for reason, n in counters.fallbacks.items()},
+            "padding": dict(counters.padding),
+            "fallbacks": {str(reason): n for reason, n in dict(counters.fallbacks).items()},
             "real_tokens": counters.real_tokens,
             "padding_tokens": counters.padding_tokens,
             "preemptions": counters.preemptions,
@@ -327,6 +337,7 @@ class Engine:
                 "model": self.plan.config.tensor_parallel_size,
                 "processes": self.plan.device.num_processes,
             },
+            "ladder": self.plan.ladder_table(),
             "startup_s": self._started.seconds,
             "compiled": [record.as_dict() for record in records],
         }

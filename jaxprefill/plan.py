@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -83,6 +84,17 @@ class EnginePlan:
             f"{self.ladder.num_slots} slots, context {_joined(self.ladder.max_contexts)}; "
             f"decode slots {_joined(self.decode_slots)}"
         )
+
+    def ladder_table(self) -> dict[str, Any]:
+        """The shapes that are built, ready for JSON."""
+        return {
+            "path": self.config.prefill_backend,
+            "buckets": list(self.ladder.buckets),
+            "slots": self.ladder.num_slots,
+            "max_contexts": list(self.ladder.max_contexts),
+            "decode_slots": list(self.decode_slots),
+            "eager_buckets": list(self.eager_ladder.buckets),
+        }
 
     @property
     def hidden_rows(self) -> int:

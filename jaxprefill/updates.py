@@ -22,6 +22,8 @@ class RequestUpdate(NamedTuple):
         hidden_sum: hidden rows of the prompt, added up; several steps' are to be added.
         cached_tokens: prompt tokens that the prefix cache spared.
         finish_reason: there is one in a request's last update.
+        times: seconds that it waited for its first step, and from there to its first result, told
+            once: with the first token, or with the end.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class RequestUpdate(NamedTuple):
     class_logits: Vector | None = None
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    times: tuple[float, float] | None = None
 
 
 def cut_top(found: SampledToken, count: int) -> dict[int, float]:

@@ -20,6 +20,40 @@ from tests.tiny import byte_tokenizer, tiny_config
 EOS = 256
 
 
+STATS = {  # a part of `Engine.stats()`; the running engine's test compares the keys
+    "passes": {"full": 5, "eager": 1, "decode": 7},
+    "executables": {
+        "full 32x4x160": 3,
+        "full 8x4x160": 2,
+        "eager 64x4x160": 1,
+        "decode 4x4x160": 7,
+    },
+    "padding": {"full 32x4x160": 12, "full 8x4x160": 1, "eager 64x4x160": 20, "decode 4x4x160": 3},
+    "fallbacks": {"too_many_requests": 1},
+    "real_tokens": 100,
+    "padding_tokens": 36,
+    "cached_tokens": 10,
+    "preemptions": 2,
+    "corrupted_requests": 0,
+    "compilations_after_ready": 0,
+    "num_running": 0,
+    "num_waiting": 3,
+    "kv_pages": {"total": 40, "free": 30, "cached": 8},
+    "memory": {"weights": 1000, "executable_temp_max": 4096, "executable_code": 100, "free": None},
+    "mesh": {"model": 1, "processes": 1},
+    "ladder": {
+        "path": "full",
+        "buckets": [8, 32],
+        "slots": 4,
+        "max_contexts": [160],
+        "decode_slots": [1, 2, 4],
+        "eager_buckets": [64],
+    },
+    "startup_s": {"compile": 3.5, "warm_up": 0.5, "total": 4.0},
+    "compiled": [{"name": "full 32x4x160", "temp_bytes": 4096}],
+}
+
+
 def letters(request: Request, position: int) -> int:
     """a, b, c and so on; capitals where the temperature is not 0."""
     first = "a" if request.params.temperature == 0 else "A"
@@ -40,6 +74,9 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.running: set[str] = set()
         self.num_flushes = 0
+        self.num_compiled = (9, 9)
+        self.num_restarts = 0
+        self.profiles: list[str | None] = []
         self._model = ServedModel(
             root="tiny",
             config=tiny_config(**config),
@@ -64,7 +101,15 @@ class FakeEngine:
         self.num_flushes += 1
 
     async def stats(self):
-        return {"num_running": len(self.running), "num_waiting": 0}
+        if not self.is_ready:
+            raise EngineUnavailable("the engine is starting")
+        return STATS | {"num_running": len(self.running)}
+
+    async def start_profile(self, folder: str):
+        self.profiles.append(folder)
+
+    async def stop_profile(self):
+        self.profiles.append(None)
 
     async def restart(self):
         """As after a crash: another model object, the same model."""
@@ -75,6 +120,7 @@ class FakeSubmission:
     def __init__(self, engine: FakeEngine, requests):
         self.engine = engine
         self.live = {request.id: request for request in requests}
+        self.is_cancelled = False
         engine.running |= self.live.keys()
 
     async def __aiter__(self):
@@ -82,11 +128,14 @@ class FakeSubmission:
             raise self.engine.refusal
         for position in range(10**6):
             await asyncio.sleep(0)
-            while self.engine.is_held:
+            while self.engine.is_held and not self.is_cancelled:
                 await asyncio.sleep(0.001)
             if self.engine.failure is not None:
                 raise self.engine.failure
             for request in list(self.live.values()):
+                if self.is_cancelled:
+                    self.abort(request.id)
+                    yield RequestUpdate(request.id, finish_reason="abort")
                 if request.id in self.live:
                     yield self.step(request, position)
             if not self.live:
@@ -124,6 +173,7 @@ class FakeSubmission:
             class_logits=self.class_logits(request),
             cached_tokens=1,
             finish_reason=reason,
+            times=(0.25, 0.5) if position == 0 else None,
         )
 
     def class_logits(self, request: Request):
@@ -140,6 +190,9 @@ class FakeSubmission:
         if name in self.live:
             self.engine.aborted.append(name)
         self.drop(name)
+
+    def cancel(self):
+        self.is_cancelled = True
 
     def close(self):
         for name in list(self.live):

@@ -15,6 +15,7 @@ from jaxprefill.remote.messages import FROM_ENGINE, HEADER, TO_ENGINE, Submit, U
 from jaxprefill.request import Request, SamplingParams
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.updates import RequestUpdate, SampledToken
+from tests.fake_engine import STATS
 from tests.folders import write_folder
 from tests.tiny import SMALL, TinyCheckpoint, byte_tokenizer
 
@@ -125,10 +126,13 @@ def test_a_process_gives_the_same_numbers_step_by_step_and_survives_faults(optio
         assert tokens_of(updates) == one.token_ids
         assert sum(bool(update.tokens) for update in updates) == 8, "one token a step"
         assert updates[-1].finish_reason == "length"
+        (times,) = [update.times for update in updates if update.times is not None]
+        assert all(seconds >= 0 for seconds in times)
         scored = [value for update in updates for value in update.prompt_logprobs]
         assert scored == pytest.approx(scores[1:], abs=1e-4)
         tops = [top for update in updates for top in update.prompt_top]
         assert all(value in top.values() for value, top in zip(scored, tops, strict=True))
+    assert stats.keys() == STATS.keys(), "the fake engine's are the same"
     assert stats["compilations_after_ready"] == 0 and stats["num_running"] == 0
     assert stats["kv_pages"]["free"] == stats["kv_pages"]["total"]
 

@@ -69,6 +69,7 @@ class EngineProcess:
             is_verbose: the process logs much.
         """
         self.num_restarts = 0
+        self.num_compiled = (0, 0)
         self._config = config
         self._on_started = on_started
         self._on_lost = on_lost
@@ -114,6 +115,14 @@ class EngineProcess:
     async def stats(self) -> dict[str, Any]:
         """`Engine.stats()`; raises EngineUnavailable."""
         return await self.ask("stats")
+
+    async def start_profile(self, folder: str) -> None:
+        """Records what the engine's process runs; raises EngineUnavailable and JaxPrefillError."""
+        await self.ask("start_profile", folder=folder)
+
+    async def stop_profile(self) -> None:
+        """Writes the recording; raises EngineUnavailable and JaxPrefillError."""
+        await self.ask("stop_profile")
 
     async def ask(self, name: str, **arguments: Any) -> Any:
         """Has the engine's process do something, and returns what it says."""
@@ -211,6 +220,7 @@ class EngineProcess:
                 self._model = _served_model(message)
                 self._on_started(message)
             case Progress():
+                self.num_compiled = (message.num_done, message.num_all)
                 self._on_started(message)
 
     def _settle(self, message: Answer) -> None:
@@ -224,7 +234,7 @@ class EngineProcess:
 
     def _fail_all(self) -> None:
         """Whoever waits for a process that is gone is told."""
-        self._model = None
+        self._model, self.num_compiled = None, (0, 0)
         for submission in list(self._submissions.values()):
             submission.put(EngineUnavailable(_LOST))
         self._submissions.clear()
@@ -264,6 +274,12 @@ class _Submission:
         if request_id in self._live:
             self._live.discard(request_id)
             self._engine.send(Abort(self.number, request_id))
+
+    def cancel(self) -> None:
+        """Ends those that still run; whoever iterates hears of it."""
+        for request_id in self._live:
+            self.put(RequestUpdate(request_id, finish_reason="abort"))
+        self._engine.send(Abort(self.number))
 
     def close(self) -> None:
         """Ends those that still run."""

@@ -40,6 +40,7 @@ from jaxprefill.updates import RequestUpdate
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 4096  # updates in one message
+_ACTIONS = ("flush_cache", "start_profile", "stop_profile")
 _Item = FromEngine | tuple[int, RequestUpdate] | None
 
 
@@ -139,8 +140,8 @@ class Service:
         try:
             if message.name == "stats":
                 value = self._engine.stats()
-            elif message.name == "flush_cache":
-                value = self._engine.flush_cache()
+            elif message.name in _ACTIONS:
+                value = getattr(self._engine, message.name)(**message.arguments)
             else:
                 raise RequestError(f"the engine cannot be asked for {message.name!r}")
             self._outbox.put(Answer(message.number, value))

@@ -1,5 +1,6 @@
 """One request's way through the engine."""
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -55,6 +56,8 @@ class RequestState:
         num_cached: prompt tokens the first admission found computed.
         found_logprobs: logprobs from the cache, not yet handed out.
         matcher: follows the output through the request's grammar.
+        added_at, started_at: when it came, and when its first step was dispatched (monotonic).
+        is_timed: `take_times` has told.
     """
 
     request: Request
@@ -77,6 +80,9 @@ class RequestState:
     lease: Lease = field(default_factory=Lease)
     keys: list[PageKey] = field(default_factory=list[PageKey])
     matcher: Matcher | None = None
+    added_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    is_timed: bool = False
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -109,6 +115,13 @@ class RequestState:
     def num_known(self) -> int:
         """Prompt and generated tokens the host knows."""
         return self.request.prompt_length + len(self.output_ids)
+
+    def take_times(self) -> tuple[float, float] | None:
+        """Seconds before its first step and from there to now; told once, to the first result."""
+        if self.started_at is None or self.is_timed:
+            return None
+        self.is_timed = True
+        return self.started_at - self.added_at, time.monotonic() - self.started_at
 
     def known_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Those from `start` to `end`, or as many as there are; copies no others."""

@@ -13,26 +13,23 @@ from starlette.routing import BaseRoute
 
 from jaxprefill.client import EngineClient
 from jaxprefill.errors import JaxPrefillError
+from jaxprefill.server.admin import Admin
 from jaxprefill.server.api_error import ApiError, as_api_error
 from jaxprefill.server.auth import ApiKeys
 from jaxprefill.server.chat import ChatBody, chat
 from jaxprefill.server.completions import CompletionBody, completions
 from jaxprefill.server.context import ServerContext
 from jaxprefill.server.health import health_routes, json_response
+from jaxprefill.server.metrics import Metrics
 from jaxprefill.server.observer import Observer
 from jaxprefill.server.route import post
 from jaxprefill.server.settings import ServerSettings
 
 
-def create_app(
-    client: EngineClient,
-    settings: ServerSettings | None = None,
-    *,
-    observer: Observer | None = None,
-) -> Starlette:
+def create_app(client: EngineClient, settings: ServerSettings | None = None) -> Starlette:
     """The ASGI application; `app.state.context` is its `ServerContext`."""
-    settings, observer = settings or ServerSettings(), observer or Observer()
-    context = ServerContext(client, settings, observer)
+    settings, metrics = settings or ServerSettings(), Metrics()
+    context = ServerContext(client, settings, metrics)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
@@ -40,8 +37,8 @@ def create_app(
         context.close()
 
     app = Starlette(
-        routes=_routes(context),
-        middleware=_middleware(settings, observer),
+        routes=[*_routes(context), *Admin(context, metrics).routes()],
+        middleware=_middleware(settings, metrics),
         exception_handlers={
             HTTPException: _plain_error,
             ApiError: _any_error,

@@ -133,6 +133,7 @@ class Call:
         self.created = int(time.time())
         self._arrived_at = time.monotonic()
         self._generations: list[Generation] = []
+        self._is_cancelled = False
         context.calls[request_id] = self
 
     @property
@@ -198,11 +199,19 @@ class Call:
             arrived_at=self._arrived_at,
         )
         self._generations.append(generation)
+        if self._is_cancelled:
+            generation.cancel()
         return generation
 
     async def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Submits requests and waits for them; raises what `Generation.updates` raises."""
         return await self.submit(requests).completions()
+
+    def cancel(self) -> None:
+        """Ends whatever runs, or will; the client is told."""
+        self._is_cancelled = True
+        for generation in self._generations:
+            generation.cancel()
 
     def close(self) -> None:
         """Ends whatever still runs."""

@@ -7,6 +7,7 @@ from jaxprefill.client import Submission
 from jaxprefill.collector import Collector
 from jaxprefill.errors import JaxPrefillError
 from jaxprefill.request import Completion, Request
+from jaxprefill.server.api_error import ApiError
 from jaxprefill.server.observer import FinishedRequest, Observer
 from jaxprefill.tokenizer import Tokenizer
 
@@ -29,7 +30,7 @@ class Generation:
         self._observer = observer
         self._arrived_at = arrived_at
         self._positions = {request.id: index for index, request in enumerate(requests)}
-        self._seen_at: dict[int, float] = {}
+        self._times: dict[int, tuple[float, float]] = {}
         self._first_token_at: dict[int, float] = {}
         self._last_token_at: dict[int, float] = {}
         self._live = set(range(len(requests)))
@@ -46,6 +47,7 @@ class Generation:
             RequestError: the engine refuses a request; none runs.
             EngineUnavailable: the engine is lost.
             JaxPrefillError: the model gave values that are not numbers.
+            ApiError: it was cancelled before its first token.
         """
         if not self._live:
             return
@@ -54,8 +56,13 @@ class Generation:
             if index not in self._live:
                 continue
             collector = self.collectors[index]
-            self._time(index, has_token=bool(update.tokens))
+            if update.times is not None:
+                self._times[index] = update.times
+            if update.tokens:
+                self._time(index)
             collector.add(update)
+            if update.finish_reason == "abort" and not collector.tokens:
+                raise ApiError(400, "the request was aborted on demand", code="aborted")
             if update.finish_reason == "error":
                 raise JaxPrefillError("the model gave values that are not numbers")
             if collector.is_finished:
@@ -72,17 +79,18 @@ class Generation:
             pass
         return [collector.completion() for collector in self.collectors]
 
+    def cancel(self) -> None:
+        """Ends what still runs; whoever waits gets what there is of it."""
+        self._submission.cancel()
+
     def close(self) -> None:
         """Ends what still runs."""
         self._submission.close()
         for index in list(self._live):
             self._end(index, "abort")
 
-    def _time(self, index: int, *, has_token: bool) -> None:
+    def _time(self, index: int) -> None:
         now = time.monotonic()
-        self._seen_at.setdefault(index, now)
-        if not has_token:
-            return
         if index in self._last_token_at:
             self._observer.tokens_apart(now - self._last_token_at[index])
         self._first_token_at.setdefault(index, now)
@@ -91,13 +99,15 @@ class Generation:
     def _end(self, index: int, reason: str) -> None:
         self._live.discard(index)
         collector = self.collectors[index]
+        queue_s, prefill_s = self._times.get(index, (None, None))
         self._observer.finished(
             FinishedRequest(
                 reason=reason,
                 prompt_tokens=collector.request.prompt_length,
                 cached_tokens=collector.cached_tokens,
                 generated_tokens=len(collector.tokens),
-                waited_s=self._since(self._seen_at.get(index)),
+                queue_s=queue_s,
+                prefill_s=prefill_s,
                 first_token_s=self._since(self._first_token_at.get(index)),
                 total_s=time.monotonic() - self._arrived_at,
             )

@@ -9,7 +9,8 @@ class FinishedRequest:
 
     Attributes:
         reason: stop, length, abort (the client went away, or took too long) or error.
-        waited_s: from its arrival to the first sign of it from the engine; None: there was none.
+        queue_s: that it waited in the engine for its first step; None: it had none.
+        prefill_s: from there to its first result; None: there was none.
         first_token_s: from its arrival to its first token; None: there was none.
         total_s: from its arrival to its end.
     """
@@ -18,7 +19,8 @@ class FinishedRequest:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    waited_s: float | None
+    queue_s: float | None
+    prefill_s: float | None
     first_token_s: float | None
     total_s: float
 

@@ -39,6 +39,9 @@ class ServerSettings:
     drain_timeout: float = option(
         30.0, "seconds that running requests have after SIGTERM", "SECONDS"
     )
+    profile_dir: str | None = option(
+        None, "folder for what /start_profile records; without it, it records nothing", "FOLDER"
+    )
     keep_alive_timeout: int = option(75, "seconds that an idle connection is kept open", "SECONDS")
 
     def __post_init__(self) -> None:
