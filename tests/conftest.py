@@ -32,7 +32,7 @@ def compile_cache():
 
 @pytest.fixture(scope="module", autouse=True)
 def executables_are_dropped():
-    """jax keeps every executable, and each some sixty memory maps, of which a process has 65530."""
+    """jax keeps those of jitted functions, each some sixty memory maps; a process has 65530."""
     yield
     jax.clear_caches()
 
