@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from jaxprefill.collector import Collector
 from jaxprefill.core import EngineCore
-from jaxprefill.errors import JaxPrefillError
+from jaxprefill.errors import EngineUnavailable, JaxPrefillError
 from jaxprefill.request import Completion, Request
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.updates import RequestUpdate
@@ -199,7 +199,8 @@ class EngineLoop:
         with self._lock:
             self._is_closed = True
         for listener in list(self._live):
-            self._end(listener, JaxPrefillError("the engine was closed while the call was running"))
+            error = EngineUnavailable("the engine was closed while the call was running")
+            self._end(listener, error)
         while self._core.has_work:  # a step of requests that were aborted
             self._core.step()
         self._core.state.delete()

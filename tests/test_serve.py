@@ -18,6 +18,7 @@ from tests.folders import write_folder
 from tests.tiny import SMALL, TinyCheckpoint
 
 CHAT = [{"role": "user", "content": "Hi"}]
+LONG = {"prompt": "a", "stream": True, "max_tokens": 140, "ignore_eos": True}
 
 
 class Server:
@@ -71,7 +72,30 @@ def folder(tmp_path_factory) -> Path:
 def server(folder, compile_cache):
     made = Server(folder, compile_cache=compile_cache)
     yield made
-    assert made.stop() == 0
+    try:
+        check_drain(made)
+    finally:
+        made.stop()
+
+
+def check_drain(server: Server):
+    """After the first signal nothing new is taken, what runs is finished, and the port is free."""
+    with server.http.stream("POST", "/v1/completions", json=LONG | {"n": 20}) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        while (health := httpx.get(f"{server.url}/health")).status_code == 200:
+            pass
+        assert health.json() == {"status": "draining"}
+        refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        seen = [line for line in lines if line]
+    assert seen[-1] == "data: [DONE]"
+    assert sum('"finish_reason":"length"' in line for line in seen) == 20
+    assert server.stop() == 0
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", server.port))
 
 
 @pytest.fixture(scope="module")
@@ -180,15 +204,16 @@ def test_broken_and_interrupted_input_leaves_nothing_behind(server):
 
 
 @pytest.mark.slow
-def test_a_server_drains_and_leaves_with_0(folder, compile_cache):
-    server = Server(folder, compile_cache=compile_cache)
-    long = {"prompt": "a", "stream": True, "max_tokens": 120, "ignore_eos": True}
-    with server.http.stream("POST", "/v1/completions", json=long) as reply:
+def test_a_second_signal_ends_what_runs(folder, compile_cache):
+    server = Server(folder, "--api-key=key", compile_cache=compile_cache)
+    headers = {"authorization": "Bearer key"}
+    many = LONG | {"n": 60}  # more than can be done in the meantime
+    with server.http.stream("POST", "/v1/completions", json=many, headers=headers) as reply:
         lines = reply.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
-        seen = [line for line in lines if line]
-    assert seen[-1] == "data: [DONE]" and '"finish_reason":"length"' in seen[-2]
-    assert server.stop() == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", server.port))
+        for _ in range(2):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        *_, error, done = (line for line in lines if line)
+    assert "service_unavailable_error" in error and done == "data: [DONE]"
+    assert server.stop() == 1
