@@ -22,6 +22,8 @@ from jaxprefill.server.context import ServerContext
 from jaxprefill.server.health import health_routes, json_response
 from jaxprefill.server.metrics import Metrics
 from jaxprefill.server.observer import Observer
+from jaxprefill.server.openapi import openapi_route
+from jaxprefill.server.pages import page_routes
 from jaxprefill.server.route import post
 from jaxprefill.server.settings import ServerSettings
 
@@ -36,8 +38,9 @@ def create_app(client: EngineClient, settings: ServerSettings | None = None) -> 
         yield
         context.close()
 
+    routes = [*_routes(context), *Admin(context, metrics).routes()]
     app = Starlette(
-        routes=[*_routes(context), *Admin(context, metrics).routes()],
+        routes=[*routes, openapi_route(routes), *page_routes()],
         middleware=_middleware(settings, metrics),
         exception_handlers={
             HTTPException: _plain_error,

@@ -1,4 +1,4 @@
-"""API keys: every route asks for one but those that say whether the server is well."""
+"""API keys: every route asks for one but the pages and those that say if the server is well."""
 
 import hmac
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxprefill.server import replies
 from jaxprefill.server.api_error import ApiError
 from jaxprefill.server.observer import Observer
+from jaxprefill.server.pages import PUBLIC_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"}) | PUBLIC_PATHS
 
 
 class ApiKeys:
@@ -44,4 +45,9 @@ class ApiKeys:
 
 
 def _is_open(scope: Scope) -> bool:
-    return scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS
+    return scope["method"] == "OPTIONS" or is_open_path(scope["path"])
+
+
+def is_open_path(path: str) -> bool:
+    """Whether a route is answered without a key."""
+    return path in OPEN_PATHS

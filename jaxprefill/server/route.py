@@ -39,7 +39,8 @@ class JsonRoute(Generic[B]):
     def __init__(self, context: ServerContext, kind: type[B], handler: Handler[B]) -> None:
         """Bodies are objects of the fields of `kind`."""
         self._context = context
-        self._kind = kind
+        self.kind = kind
+        self.summary = handler.__doc__ or ""
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,9 +64,9 @@ class JsonRoute(Generic[B]):
     async def _read(self, scope: Scope, receive: Receive, headers: Headers) -> B:
         self._context.check_open()
         if scope["method"] == "GET":
-            return self._kind()
+            return self.kind()
         body = await read_body(receive, headers, self._context.settings.max_body_bytes)
-        return decode(body, self._kind)
+        return decode(body, self.kind)
 
     async def _answer(self, call: Call, body: B, answer: "_Answer") -> None:
         call.served_name(body.model)
