@@ -111,6 +111,19 @@ class FakeEngine:
     async def stop_profile(self):
         self.profiles.append(None)
 
+    async def run(self):
+        """Lives until it is stopped, or fails at once."""
+        self._stopped = asyncio.Event()
+        if self.failure is not None:
+            raise self.failure
+        await self._stopped.wait()
+
+    async def stop(self):
+        """Ends every request, as a process that ends does."""
+        self.is_ready, self.is_held = False, False
+        self.failure = EngineUnavailable("the engine was closed while the call was running")
+        self._stopped.set()
+
     async def restart(self):
         """As after a crash: another model object, the same model."""
         self._model = replace(self._model, started_at=self._model.started_at + 1)

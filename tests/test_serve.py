@@ -201,19 +201,3 @@ def test_broken_and_interrupted_input_leaves_nothing_behind(server):
         if server.http.get("/health").status_code == 200:
             break
         assert time.monotonic() < deadline
-
-
-@pytest.mark.slow
-def test_a_second_signal_ends_what_runs(folder, compile_cache):
-    server = Server(folder, "--api-key=key", compile_cache=compile_cache)
-    headers = {"authorization": "Bearer key"}
-    many = LONG | {"n": 60}  # more than can be done in the meantime
-    with server.http.stream("POST", "/v1/completions", json=many, headers=headers) as reply:
-        lines = reply.iter_lines()
-        next(lines)
-        for _ in range(2):
-            server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
-        *_, error, done = (line for line in lines if line)
-    assert "service_unavailable_error" in error and done == "data: [DONE]"
-    assert server.stop() == 1

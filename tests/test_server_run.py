@@ -1,0 +1,105 @@
+"""A server's life from its first socket to its last, over a fake engine and real connections."""
+
+import asyncio
+import os
+import signal
+import socket
+
+import httpx
+import pytest
+
+from jaxprefill.errors import CompileError, ConfigError
+from jaxprefill.server.app import create_app
+from jaxprefill.server.run import ServerRun
+from jaxprefill.server.settings import ServerSettings
+from tests.fake_engine import FakeEngine
+
+BODY = {"prompt": "a", "temperature": 0, "max_tokens": 5}
+
+
+def serve(visit, engine=None, **settings) -> int:
+    """The exit status of a server that is visited by `visit(client, engine)`."""
+    engine = engine or FakeEngine()
+
+    async def run():
+        chosen = ServerSettings(port=0, **settings)
+        server = ServerRun(create_app(engine, chosen), engine, chosen)
+        running = asyncio.create_task(server.run())
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            await visit(client, engine)
+        return await asyncio.wait_for(running, 20)
+
+    return asyncio.run(run())
+
+
+def tell():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def held_request(client, engine, **more) -> asyncio.Task:
+    engine.is_held = True
+    asked = asyncio.create_task(client.post("/v1/completions", json=BODY | more))
+    while not engine.running:
+        await asyncio.sleep(0.005)
+    return asked
+
+
+def test_a_signal_lets_requests_finish_and_takes_no_new_ones():
+    async def visit(client, engine):
+        asked = await held_request(client, engine)
+        tell()
+        while (await client.get("/health")).status_code == 200:
+            pass
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 503
+        engine.is_held = False
+        assert (await asked).json()["choices"][0]["text"] == "abcde"
+
+    assert serve(visit) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_signal_ends_what_runs(stream):
+    async def visit(client, engine):
+        asked = await held_request(client, engine, stream=stream)
+        tell()
+        await asyncio.sleep(0.05)
+        tell()
+        reply = await asked
+        assert reply.status_code == 503 and "closed" in reply.json()["error"]["message"]
+
+    assert serve(visit) == 1
+
+
+def test_the_drain_has_an_end():
+    async def visit(client, engine):
+        asked = await held_request(client, engine)
+        tell()
+        assert (await asked).status_code == 503
+
+    assert serve(visit, drain_timeout=0.1) == 1
+
+
+def test_an_engine_that_cannot_start_ends_the_server():
+    async def visit(client, engine):
+        pass
+
+    engine = FakeEngine()
+    engine.failure = CompileError("prefill 16 could not be compiled")
+    with pytest.raises(CompileError):
+        serve(visit, engine)
+
+
+def test_an_address_in_use_is_said_before_anything_starts():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for wrong in ({"port": taken.getsockname()[1]}, {"host": "no.such.host.invalid"}):
+            settings = ServerSettings(**wrong)
+            with pytest.raises(ConfigError, match="another --port"):
+                ServerRun(create_app(FakeEngine(), settings), FakeEngine(), settings)
+
+
+def test_a_certificate_that_is_not_there_is_said_too():
+    settings = ServerSettings(port=0, ssl_certfile="missing.pem")
+    with pytest.raises(ConfigError, match="ssl_certfile"):
+        ServerRun(create_app(FakeEngine(), settings), FakeEngine(), settings)
