@@ -74,25 +74,27 @@ def test_a_job_over_one_device_keeps_its_pinned_operand(engine):
 
 
 def test_a_bound_executable_gives_what_the_compiled_call_gives_and_takes_donations():
-    weights, shape = (jnp.arange(4.0), jnp.ones(4)), jax.ShapeDtypeStruct((4,), np.float32)
+    weights = (jnp.arange(4.0), jnp.zeros((2, 2)), jnp.ones(4))  # the second is not read
+    shape = jax.ShapeDtypeStruct((4,), np.float32)
     job = CompileJob(
         name="bound",
         function=lambda weights, pools, hidden: (
             (pools[0] + weights[0],),
-            hidden * weights[1].sum(),
+            hidden * weights[2].sum(),
         ),
-        arguments=((shape, shape), (shape,), shape),
+        arguments=((shape, jax.ShapeDtypeStruct((2, 2), np.float32), shape), (shape,), shape),
         donated=(1, 2),
     )
-    compiled = compile_job(job, CPU_OPTIONS).call
-    expected = jax.tree.leaves(compiled(weights, (jnp.ones(4),), jnp.full(4, 3.0)))
+    compiled = compile_job(job, CPU_OPTIONS)
+    assert compiled.read == (0, 2, 3, 4)
+    expected = jax.tree.leaves(compiled.call(weights, (jnp.ones(4),), jnp.full(4, 3.0)))
     operands = jnp.ones(4), jnp.full(4, 3.0)
     found = BoundExecutable(compiled, weights)(*operands)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     assert all(one.is_deleted() for one in operands)
     assert not any(one.is_deleted() for one in weights)
-    again = compiled(weights, (found[0],), found[1])  # both ways take each other's results
+    again = compiled.call(weights, (found[0],), found[1])  # both ways take each other's results
     np.testing.assert_array_equal(again[1], 48.0)
 
 

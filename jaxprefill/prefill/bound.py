@@ -4,19 +4,23 @@ With some two hundred weights that handling takes longer than the launch. One de
 come as arrays of a single device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import Array, Shaped
+
+from jaxprefill.prefill.compiler import Compiled
 
 
 class BoundExecutable:
     """`fixed` operands come first, in the order of the flattened arguments."""
 
-    def __init__(self, compiled: Any, fixed: Iterable[Shaped[Array, "..."]]) -> None:
-        """`compiled` is a `jax.stages.Compiled` that keeps unused arguments."""
-        self._execute = compiled.runtime_executable().execute_sharded
-        self._fixed = list(fixed)
+    def __init__(self, compiled: Compiled, fixed: Sequence[Shaped[Array, "..."]]) -> None:
+        """Those that the program does not read are left out; it must read all others."""
+        executable = compiled.call.runtime_executable()
+        assert executable is not None, "a compiled program has one"
+        self._execute = executable.execute_sharded
+        self._fixed = [fixed[index] for index in compiled.read if index < len(fixed)]
 
     def __call__(self, *operands: Any) -> list[Shaped[Array, "..."]]:
         """The flattened results; donated operands are gone. Shapes are the caller's care."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.monitoring
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from jaxprefill.errors import CompileError
@@ -84,10 +85,15 @@ class CompileJob:
 
 @dataclass(frozen=True)
 class Compiled:
-    """An executable and its record."""
+    """An executable and its record.
 
-    call: Callable[..., Any]
+    Attributes:
+        read: positions of the flattened arguments that XLA's program takes; jit drops the others.
+    """
+
+    call: jax.stages.Compiled
     record: ExecutableRecord
+    read: tuple[int, ...]
 
 
 def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
@@ -101,7 +107,8 @@ def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
     try:
         started = time.perf_counter()
         jitted = jax.jit(_named(job), donate_argnums=job.donated)
-        lowered = jitted.lower(*job.arguments)
+        traced = jitted.trace(*job.arguments)
+        lowered = traced.lower()
         lowered_at = time.perf_counter()
         compiled = lowered.compile(compiler_options=options if job.is_graph else options | NO_GRAPH)
         done = time.perf_counter()
@@ -121,7 +128,15 @@ def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
         output_bytes=memory.output_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
     )
-    return Compiled(compiled, record)
+    return Compiled(compiled, record, _read(traced.jaxpr))
+
+
+def _read(program: ClosedJaxpr) -> tuple[int, ...]:
+    """Positions of the arguments that any equation or result reads."""
+    jaxpr = program.jaxpr
+    values = [*jaxpr.outvars, *(value for equation in jaxpr.eqns for value in equation.invars)]
+    found = {id(value) for value in values}
+    return tuple(index for index, value in enumerate(jaxpr.invars) if id(value) in found)
 
 
 def _named(job: CompileJob) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ class PrefillExecutable:
         """`compiled` is a body of `layout`; with no `staging` it takes host memory."""
         self.key = layout.key
         self._layout = layout
-        self._compiled = compiled.call
+        self._compiled = compiled
         self._staging = staging
         self._bound: BoundExecutable | None = None
 
@@ -55,7 +55,7 @@ class PrefillExecutable:
         """The same for a buffer already padded to this shape."""
         words = buffer if self._staging is None else self._staging.put(buffer)
         if self._bound is None:
-            state.pools, state.hidden = self._compiled(
+            state.pools, state.hidden = self._compiled.call(
                 state.leaves, state.pools, state.hidden, state.last_tokens, words
             )
         else:
