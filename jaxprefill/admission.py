@@ -76,7 +76,7 @@ class Admission:
         """
         self._check_head(params, wants)
         ids = self.prompt_ids(prompt)
-        self._check_length(len(ids), params)
+        self.check_length(len(ids), params)
         check_params(params, self.vocab_size)
         eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_ids
         seed = (
@@ -160,7 +160,8 @@ class Admission:
                 param="prompt",
             )
 
-    def _check_length(self, num_tokens: int, params: SamplingParams) -> None:
+    def check_length(self, num_tokens: int, params: SamplingParams) -> None:
+        """Raises RequestError where a prompt of so many tokens does not fit the context."""
         room = self.context_length - (params.max_tokens > 0)
         if num_tokens > room:
             raise RequestError(
@@ -179,10 +180,15 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 @contextmanager
 def naming_item(name: str, index: int, count: int) -> Generator[None]:
-    """Puts `name[index]` before the message of a RequestError about one of several items."""
+    """Puts `name[index]` before the message of a RequestError about one of several items.
+
+    A prompt is what the caller calls `name`.
+    """
     try:
         yield
     except RequestError as error:
+        if error.param == "prompt":
+            error.param = name
         if count == 1:
             raise
         raise RequestError(f"{name}[{index}]: {error}", param=error.param) from error

@@ -10,13 +10,14 @@ from jaxprefill.errors import RequestError
 from jaxprefill.request import SamplingParams
 
 
-def as_prompts(prompts: Any) -> list[Prompt]:
+def as_prompts(prompts: Any, name: str = "prompts") -> list[Prompt]:
     """A list of prompts from one text, one list of ids, or several of either."""
+    param = "prompt" if name == "prompts" else name
     if isinstance(prompts, str):
         return [prompts]
     if not is_list(prompts):
         raise RequestError(
-            f"prompts must be texts or lists of token ids, got {prompts!r}", param="prompt"
+            f"{name} must be texts or lists of token ids, got {prompts!r:.80}", param=param
         )
     items: list[Any] = list(prompts)
     if items and all(np.isscalar(item) and not isinstance(item, str) for item in items):
@@ -24,7 +25,8 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     for item in items:
         if not isinstance(item, str) and not is_list(item):
             raise RequestError(
-                f"a prompt must be a text or a list of token ids, got {item!r}", param="prompt"
+                f"{name} must be texts or lists of token ids, got {item!r:.80} among them",
+                param=param,
             )
     return items
 
@@ -48,22 +50,22 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
     return many
 
 
-def joined_prompts(query: Any, items: list[Prompt]) -> list[Prompt]:
-    """Query and item as one prompt: both texts, or both lists of ids."""
+def joined_prompts(query: Any, items: list[Prompt], *, item_first: bool = False) -> list[Prompt]:
+    """Query and item as one prompt, in this order or the other: both texts, or both ids."""
     if not isinstance(query, str) and not is_list(query):
         raise RequestError(
-            f"query must be a text or a list of token ids, got {query!r}", param="query"
+            f"query must be a text or a list of token ids, got {query!r:.80}", param="query"
         )
     for item in items:
         if isinstance(item, str) != isinstance(query, str):
             raise RequestError(
-                f"items must be texts if the query is one, else token ids, got {item!r} after "
-                f"{query!r}",
+                f"items must be texts if the query is one, else token ids, got {item!r:.80} "
+                f"beside {query!r:.80}",
                 param="items",
             )
     if isinstance(query, str):
-        return [query + str(item) for item in items]
-    joined: list[Any] = [[*query, *item] for item in items]
+        return [f"{item}{query}" if item_first else f"{query}{item}" for item in items]
+    joined: list[Any] = [[*item, *query] if item_first else [*query, *item] for item in items]
     return joined
 
 

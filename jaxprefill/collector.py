@@ -16,6 +16,7 @@ class Collector:
         offsets: characters of the text before each token; tokens inside one share an offset.
         prompt_logprobs: of the prompt's tokens so far, the first None; if they are asked for.
         prompt_top: the likeliest ids in their places, the first None; nothing if not asked for.
+        label_scores: one per label id, once the prompt is read.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
@@ -30,7 +31,7 @@ class Collector:
         self._searched_from = 0
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top: list[dict[int, float] | None] = [None] if request.num_prompt_top else []
-        self._label_scores: list[float] = []
+        self.label_scores: list[float] = []
         self._hidden_sum: Vector | None = None
         self._class_logits: Vector | None = None
         self._reason: FinishReason | None = None
@@ -48,7 +49,7 @@ class Collector:
         self.cached_tokens = update.cached_tokens
         self.prompt_logprobs += update.prompt_logprobs
         self.prompt_top += update.prompt_top
-        self._label_scores += update.label_scores
+        self.label_scores += update.label_scores
         if update.hidden_sum is not None:
             known = self._hidden_sum
             self._hidden_sum = update.hidden_sum if known is None else known + update.hidden_sum
@@ -82,7 +83,7 @@ class Collector:
             top_logprobs=[token.top for token in self.tokens] if wanted else None,
             prompt_logprobs=self.prompt_logprobs if request.wants_prompt_logprobs else None,
             prompt_top_logprobs=self.prompt_top or None,
-            label_scores=self._label_scores if request.label_ids else None,
+            label_scores=self.label_scores if request.label_ids else None,
             embedding=self._embedding(),
             class_logits=self._class_logits,
             cached_tokens=self.cached_tokens,

@@ -11,6 +11,7 @@ from jaxprefill.errors import RequestError
 from jaxprefill.request import Vector
 
 Matrix = NDArray[np.float32]
+_LARGEST = float(np.finfo(np.float32).max)
 SEARCH_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 
 
@@ -53,7 +54,7 @@ def stacked(rows: Sequence[Vector | None], width: int) -> Matrix:
 
 def shaped_embeddings(pooled: Matrix, *, dimensions: int, is_normalized: bool) -> Matrix:
     """The first `dimensions` numbers of each row [n, E], then of length 1 (arXiv 2205.13147)."""
-    vectors = pooled[:, :dimensions].astype(np.float64)
+    vectors = np.clip(pooled[:, :dimensions].astype(np.float64), -_LARGEST, _LARGEST)
     if is_normalized:
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         vectors = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
@@ -62,7 +63,7 @@ def shaped_embeddings(pooled: Matrix, *, dimensions: int, is_normalized: bool) -
 
 def class_scores(logits: Matrix, activation: ClassActivation) -> Matrix:
     """Scores [n, labels]: probabilities that add up to 1, or each by itself, or the logits."""
-    values = logits.astype(np.float64)
+    values = np.clip(logits.astype(np.float64), -_LARGEST, _LARGEST)
     if activation == "softmax":
         values = _softmax(values)
     if activation == "sigmoid":
@@ -85,12 +86,17 @@ def required_classifier(model: ModelConfig) -> ClassifierConfig:
     return model.classifier
 
 
-def label_probabilities(scores: Sequence[float], *, is_normalised: bool) -> list[float]:
-    """Softmax of logits, or the probabilities of logprobs."""
-    values = np.asarray(scores, np.float64)
+def label_probabilities(
+    rows: Sequence[Sequence[float]], *, is_normalised: bool
+) -> list[list[float]]:
+    """Softmax of each row of logits, or the probabilities of each row of logprobs."""
+    if not rows:
+        return []
+    values = np.asarray(rows, np.float64)
     return (_softmax(values) if is_normalised else np.exp(values)).tolist()
 
 
 def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    weights = np.exp(values - values.max(axis=-1, keepdims=True))
+    finite = np.clip(values, -_LARGEST, _LARGEST)  # of infinite logits none is lost as NaN
+    weights = np.exp(finite - finite.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)

@@ -4,42 +4,29 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jaxprefill.admission import NOTHING_MORE, Admission, Prompt, Wants, naming_item
-from jaxprefill.arguments import (
-    as_params,
-    as_prompts,
-    is_list,
-    joined_prompts,
-    without_padding,
-)
+from jaxprefill.arguments import as_params, as_prompts, is_list
 from jaxprefill.config import make_config
-from jaxprefill.embeddings import (
-    Matrix,
-    checked_dimensions,
-    class_scores,
-    label_probabilities,
-    required_classifier,
-    shaped_embeddings,
-    stacked,
-)
+from jaxprefill.embeddings import Matrix
 from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.grammar import Grammars
 from jaxprefill.kernels.device import describe_device, free_memory_bytes
 from jaxprefill.loop import EngineLoop, Listener
 from jaxprefill.plan import EnginePlan, make_plan
 from jaxprefill.prefill.compiler import ExecutableRecord
+from jaxprefill.readings import NOTHING_GENERATED, Reading, Readings
 from jaxprefill.request import Completion, Request, SamplingParams
-from jaxprefill.reranking import RerankFormat
 from jaxprefill.startup import start
 from jaxprefill.weights.locate import open_checkpoint
 
 logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class Engine:
@@ -85,7 +72,7 @@ class Engine:
             rng=np.random.default_rng(config.seed),
             has_lm_head=self.plan.model.has_lm_head,
         )
-        self._rerank_format = RerankFormat(self.plan.model, self._admission)
+        self._readings = Readings(self.plan.model, self._admission)
         self._numbers = itertools.count(1)
         self._loop = EngineLoop(self._core, self.tokenizer)
 
@@ -116,8 +103,7 @@ class Engine:
         Raises:
             RequestError: a prompt is invalid; nothing was run.
         """
-        completions = self._read("prompts", as_prompts(prompts), Wants(prompt_logprobs=True))
-        return [completion.prompt_logprobs or [] for completion in completions]
+        return self._read(self._readings.logprobs(prompts))
 
     def score(
         self,
@@ -125,6 +111,8 @@ class Engine:
         items: Prompt | Sequence[Prompt],
         label_token_ids: Sequence[int],
         apply_softmax: bool = True,
+        *,
+        item_first: bool = False,
     ) -> list[list[float]]:
         """How likely each label is as the token after query + item, one list an item.
 
@@ -137,17 +125,15 @@ class Engine:
             label_token_ids: the ids to score, in the order of the results.
             apply_softmax: scores are normalised over the labels; else they are the labels'
                 probabilities among all tokens.
+            item_first: the prompts are item + query instead.
 
         Raises:
             RequestError: a prompt or label is invalid; nothing was run.
         """
-        labels = self._admission.label_ids(label_token_ids)
-        prompts = joined_prompts(query, as_prompts(items))
-        wants = Wants(label_ids=labels, is_label_logprob=not apply_softmax)
-        scores = [
-            completion.label_scores or [] for completion in self._read("items", prompts, wants)
-        ]
-        return [label_probabilities(each, is_normalised=apply_softmax) for each in scores]
+        reading = self._readings.score(
+            query, items, label_token_ids, apply_softmax=apply_softmax, item_first=item_first
+        )
+        return self._read(reading)
 
     def embed(
         self,
@@ -170,14 +156,8 @@ class Engine:
         Raises:
             RequestError: a text or argument is invalid; nothing was run.
         """
-        model = self.plan.model
-        count = checked_dimensions(dimensions, normalize, model.hidden_size)
-        found = self._read("texts", as_prompts(texts), Wants(pooling=model.pooling.kind))
-        return shaped_embeddings(
-            stacked([one.embedding for one in found], model.hidden_size),
-            dimensions=count,
-            is_normalized=model.pooling.is_normalized if normalize is None else normalize,
-        )
+        reading = self._readings.embed(texts, dimensions=dimensions, normalize=normalize)
+        return self._read(reading)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -198,15 +178,7 @@ class Engine:
         Raises:
             RequestError: a text is invalid, or the model has no classifier; nothing was run.
         """
-        head = required_classifier(self.plan.model)
-        prompts: list[Prompt] = []
-        many = as_prompts(texts)
-        for index, text in enumerate(many):
-            with naming_item("texts", index, len(many)):
-                prompts.append(without_padding(self._admission.prompt_ids(text), head.pad_id))
-        found = self._read("texts", prompts, Wants(class_logits=True))
-        logits = stacked([one.class_logits for one in found], len(head.labels))
-        return class_scores(logits, head.activation) if apply_activation else logits
+        return self._read(self._readings.classify(texts, apply_activation=apply_activation))
 
     def rerank(
         self, query: str, documents: str | Sequence[str], *, instruction: str | None = None
@@ -227,10 +199,7 @@ class Engine:
             RequestError: an argument is invalid, or the model cannot be asked: a classifier of
                 several labels, or no token for "yes" or "no"; nothing was run.
         """
-        prompts = self._rerank_format.prompts(query, documents, instruction)
-        if self.plan.model.classifier is not None:
-            return [float(score) for score in self.classify(prompts)[:, 0]]
-        return [yes for yes, _ in self.score([], prompts, self._rerank_format.answer_ids())]
+        return self._read(self._readings.rerank(query, documents, instruction))
 
     def submit(self, requests: Sequence[Request], listener: Listener) -> None:
         """Runs validated requests for a listener, which hears of every step; does not wait.
@@ -259,15 +228,16 @@ class Engine:
         """Writes the recording into its folder."""
         jax.profiler.stop_trace()
 
-    def _read(self, name: str, prompts: list[Prompt], wants: Wants) -> list[Completion]:
+    def _read(self, reading: Reading[T]) -> T:
         """Runs prompts for what their rows tell; nothing is generated."""
-        params = [SamplingParams(max_tokens=0)] * len(prompts)
-        completions = self._loop.run(self._requests(prompts, params, name=name, wants=wants))
+        params = [NOTHING_GENERATED] * len(reading.prompts)
+        requests = self._requests(reading.prompts, params, name=reading.name, wants=reading.wants)
+        completions = self._loop.run(requests)
         if any(completion.finish_reason == "error" for completion in completions):
             raise JaxPrefillError(
                 "the model gave values that are not numbers; its weights or dtype are at fault"
             )
-        return completions
+        return reading.result(completions)
 
     def chat(
         self,

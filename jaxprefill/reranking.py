@@ -4,6 +4,7 @@ Qwen3-Reranker (arXiv 2506.05176) answers "yes" or "no" in a chat; other cross-e
 pair as their tokenizer joins it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxprefill.admission import Admission, naming_item
@@ -51,9 +52,23 @@ class RerankFormat:
             raise RequestError(
                 f"documents must be a list of texts, got {documents!r:.80}", param="documents"
             )
+        return self.pair_prompts([(query, text) for text in texts], instruction)
+
+    def pair_prompts(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        instruction: str | None = None,
+        name: str = "documents",
+    ) -> list[tuple[int, ...]]:
+        """One prompt a pair of query and document; errors call the documents `name`.
+
+        Raises:
+            RequestError: a text is invalid, or the model is no reranker.
+        """
+        self._check_model()
         found: list[tuple[int, ...]] = []
-        for index, text in enumerate(texts):
-            with naming_item("documents", index, len(texts)):
+        for index, (query, text) in enumerate(pairs):
+            with naming_item(name, index, len(pairs)):
                 found.append(self._prompt(query, text, instruction))
         return found
 

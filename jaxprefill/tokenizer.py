@@ -91,6 +91,16 @@ class Tokenizer:
         """Whether unknown characters become runs of byte tokens, as in SentencePiece models."""
         return bool(getattr(self._backend.model, "byte_fallback", False))
 
+    @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text, if there is one."""
+        return None if self.bos_id is None else self.token(self.bos_id)
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that a chat template ends messages with, if there is one."""
+        return None if self._eos_id is None else self.token(self._eos_id)
+
     def is_special(self, token_id: int) -> bool:
         """Whether the id is a control token, left out of decoded text by default."""
         return token_id in self._special_ids
@@ -188,8 +198,8 @@ class Tokenizer:
 
     def _template_variables(self, extra: Mapping[str, object]) -> dict[str, object]:
         variables: dict[str, object] = {
-            "bos_token": self._token_text(self.bos_id),
-            "eos_token": self._token_text(self._eos_id),
+            "bos_token": self.bos_token or "",
+            "eos_token": self.eos_token or "",
         }
         taken = {"messages", *variables, *TEMPLATE_GLOBALS} & extra.keys()
         if taken:
@@ -198,9 +208,6 @@ class Tokenizer:
                 param="chat_template_kwargs",
             )
         return {**variables, **extra}
-
-    def _token_text(self, token_id: int | None) -> str:
-        return "" if token_id is None else (self.token(token_id) or "")
 
 
 class TokenizerParts(NamedTuple):

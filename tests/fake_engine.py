@@ -1,8 +1,8 @@
 """An engine of integers behind the server: no jax, no model, every step under the test's hand.
 
 The token after a text is chosen by a rule that a test can replace; its logprob is -1, an
-alternative's -2, a prompt token's minus its position. Steps follow each other by themselves
-unless `is_held`.
+alternative's -2, a prompt token's minus its position. Scores of labels and classes follow rules
+too. Steps follow each other by themselves unless `is_held`.
 """
 
 import asyncio
@@ -66,6 +66,8 @@ class FakeEngine:
     def __init__(self, rule: Callable[[Request, int], int] = letters, **config):
         tokenizer = byte_tokenizer()
         self.rule = rule
+        self.label_rule = lambda request, label: -label / 10
+        self.class_rule = lambda request: range(len(self.model.config.classifier.labels))
         self.is_ready = True
         self.is_held = False
         self.refusal: Exception | None = None
@@ -181,7 +183,9 @@ class FakeSubmission:
             )
             if request.num_prompt_top
             else (),
-            label_scores=tuple(-float(label) / 10 for label in request.label_ids),
+            label_scores=tuple(
+                self.engine.label_rule(request, label) for label in request.label_ids
+            ),
             hidden_sum=np.full(size, len(prompt), np.float32) if request.pooling else None,
             class_logits=self.class_logits(request),
             cached_tokens=1,
@@ -193,7 +197,7 @@ class FakeSubmission:
         classifier = self.engine.model.config.classifier
         if not request.wants_class_logits or classifier is None:
             return None
-        return np.arange(len(classifier.labels), dtype=np.float32)
+        return np.array(self.engine.class_rule(request), np.float32)
 
     def drop(self, name: str):
         self.live.pop(name, None)

@@ -32,6 +32,7 @@ LAYERS = [
     ["plan", "admission", "collector", "embeddings", "client"],
     ["arguments"],
     ["reranking"],
+    ["readings"],
     ["server"],  # it sees engines through `client` alone
     ["step"],
     ["core"],
@@ -56,6 +57,7 @@ HOST_ONLY = [
     "collector",
     "embeddings",
     "reranking",
+    "readings",
     "models.hf_heads",
     "scheduler",
     "cache.pages",

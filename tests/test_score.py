@@ -28,6 +28,8 @@ def test_label_scores_are_the_next_tokens_probabilities(engine, checkpoint):
     assert engine.stats()["compilations_after_ready"] == before
     assert engine.score("ab", ["c"], [1]) == [[1.0]] and engine.score("ab", [], [1]) == []
     assert engine.score("ab", ["c", "d"], [5, 6]) == engine.score("", ["abc", "abd"], [5, 6])
+    first = engine.score("ab", ["c", "d"], [5, 6], item_first=True)
+    assert first == engine.score("", ["cab", "dab"], [5, 6])
 
 
 @pytest.mark.parametrize(

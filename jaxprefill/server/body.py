@@ -5,6 +5,8 @@ Unknown fields are ignored and nulls mean absent. What is wrong is said with rul
 
 import logging
 import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,6 +77,15 @@ def decode(body: bytes, kind: type[B]) -> B:
         raise RequestError(f"the body must be a JSON object in UTF-8, but {error}") from None
     if not isinstance(data, dict):
         raise RequestError(f"the body must be a JSON object, got {data!r:.80}")
+    return convert(data, kind)
+
+
+def convert(data: dict[str, Any], kind: type[B]) -> B:
+    """The fields of an object that is decoded already.
+
+    Raises:
+        RequestError: a field has a wrong type.
+    """
     _warn_of_constraints(data)
     given = {name: value for name, value in data.items() if value is not None}
     try:
@@ -95,6 +106,19 @@ def _warn_of_constraints(data: dict[str, Any]) -> None:
 def wrong(param: str, rule: str, value: object) -> RequestError:
     """The error for a field whose value breaks a rule."""
     return RequestError(f"{param} must be {rule}, got {value!r:.80}", param=param)
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Generator[None]:
+    """Calls fields, in a RequestError, what this route calls them."""
+    try:
+        yield
+    except RequestError as error:
+        message = str(error)
+        for old, new in names.items():
+            message = message.replace(old, new)
+        param = names.get(error.param or "", error.param)
+        raise RequestError(message, param=param) from None
 
 
 def _explained(message: str, data: dict[str, Any]) -> RequestError:

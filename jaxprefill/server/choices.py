@@ -71,11 +71,7 @@ class Layout(Protocol):
 
 async def whole_reply(generation: Generation, layout: Layout) -> dict[str, Any]:
     """The reply when all is there; raises what `Generation.updates` raises."""
-    await generation.completions()
-    choices = [
-        layout.choice(_part(index, collector, start=0, is_first=True), is_chunk=False)
-        for index, collector in enumerate(generation.collectors)
-    ]
+    choices = [layout.choice(part, is_chunk=False) for part in await whole_parts(generation)]
     envelope = layout.envelope(choices, is_chunk=False)
     return envelope | {"usage": usage_of(generation.collectors)}
 
@@ -84,6 +80,27 @@ async def chunks(
     generation: Generation, layout: Layout, *, with_usage: bool
 ) -> AsyncGenerator[dict[str, Any]]:
     """Chunks of one choice each, as steps bring text; raises what `Generation.updates` raises."""
+    async for part in parts(generation):
+        opening = layout.opening(part.index) if part.is_first else None
+        if opening is not None:
+            yield layout.envelope([opening], is_chunk=True)
+        yield layout.envelope([layout.choice(part, is_chunk=True)], is_chunk=True)
+    if with_usage:
+        usage = usage_of(generation.collectors)
+        yield layout.envelope([], is_chunk=True) | {"usage": usage}
+
+
+async def whole_parts(generation: Generation) -> list[Part]:
+    """Every choice, when all are there; raises what `Generation.updates` raises."""
+    await generation.completions()
+    return [
+        _part(index, collector, start=0, is_first=True)
+        for index, collector in enumerate(generation.collectors)
+    ]
+
+
+async def parts(generation: Generation) -> AsyncGenerator[Part]:
+    """What is new of a choice, as steps bring text; raises what `Generation.updates` raises."""
     num_told: dict[int, int] = {}
     async for index in generation.updates():
         collector = generation.collectors[index]
@@ -93,14 +110,8 @@ async def chunks(
         part = _part(index, collector, start=num_told.get(index, 0), is_first=is_first)
         if not part.text and not part.done:
             continue  # half a character, or perhaps a stop string
-        opening = layout.opening(index) if is_first else None
-        if opening is not None:
-            yield layout.envelope([opening], is_chunk=True)
         num_told[index] = len(collector.tokens)
-        yield layout.envelope([layout.choice(part, is_chunk=True)], is_chunk=True)
-    if with_usage:
-        usage = usage_of(generation.collectors)
-        yield layout.envelope([], is_chunk=True) | {"usage": usage}
+        yield part
 
 
 def _part(index: int, collector: Collector, *, start: int, is_first: bool) -> Part:

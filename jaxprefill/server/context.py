@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxprefill.admission import NOTHING_MORE, Admission, Prompt, Wants, naming_item
 from jaxprefill.client import EngineClient, ServedModel
+from jaxprefill.readings import NOTHING_GENERATED, Reading, Readings
 from jaxprefill.request import Completion, Request, SamplingParams
 from jaxprefill.server.api_error import ApiError, unavailable
 from jaxprefill.server.generation import Generation
@@ -21,6 +22,14 @@ from jaxprefill.tokenizer import Tokenizer
 T = TypeVar("T")
 
 _OFF_LOOP_SIZE = 4096  # characters or ids from which the event loop does not wait for tokenizing
+
+
+def size_of(value: Any) -> int:
+    """Characters and ids of a text, a list of ids, or a list of either."""
+    if not isinstance(value, list):
+        return len(value) if isinstance(value, str) else 1
+    items: list[Any] = value
+    return sum(len(item) if isinstance(item, (str, list)) else 1 for item in items)
 
 
 class ServerContext:
@@ -167,22 +176,40 @@ class Call:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        wants: Wants = NOTHING_MORE,
+        wants: Wants | Sequence[Wants] = NOTHING_MORE,
         name: str = "prompt",
     ) -> list[Request]:
         """Validated requests, prompt-major; an error says which of `name` is at fault."""
-        admission = self.context.admission()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        admission, count = self.context.admission(), len(prompts)
+        each = [params] * count if isinstance(params, SamplingParams) else params
+        asked = [wants] * count if isinstance(wants, Wants) else wants
 
         def build() -> list[Request]:
             found: list[Request] = []
-            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-                with naming_item(name, index, len(prompts)):
+            for index, (prompt, one, want) in enumerate(zip(prompts, each, asked, strict=True)):
+                with naming_item(name, index, count):
                     prompt_id = f"{self.request_id}-{index}"
-                    found += admission.requests(prompt_id, prompt, one, wants=wants)
+                    found += admission.requests(prompt_id, prompt, one, wants=want)
             return found
 
         return await self.off_loop_if_long(sum(map(len, prompts)), build)
+
+    async def read(
+        self, size: int, make: Callable[[Readings], Reading[T]]
+    ) -> tuple[T, list[Completion]]:
+        """Runs prompts for what their rows tell, of texts and ids of `size` altogether.
+
+        Raises:
+            RequestError: `make` or a prompt is at fault; nothing ran.
+            JaxPrefillError: as `run`.
+        """
+        readings = Readings(self.model.config, self.context.admission())
+        reading = await self.off_loop_if_long(size, lambda: make(readings))
+        requests = await self.requests(
+            reading.prompts, NOTHING_GENERATED, wants=reading.wants, name=reading.name
+        )
+        completions = await self.run(requests)
+        return reading.result(completions), completions
 
     def submit(self, requests: Sequence[Request]) -> Generation:
         """Hands requests to the engine; they end with the call at the latest.

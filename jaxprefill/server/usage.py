@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxprefill.collector import Collector
+from jaxprefill.request import Completion
 
 
 def usage_of(collectors: Sequence[Collector]) -> dict[str, Any]:
@@ -13,6 +14,14 @@ def usage_of(collectors: Sequence[Collector]) -> dict[str, Any]:
         prompt=sum(collector.request.prompt_length for collector in firsts),
         generated=sum(len(collector.tokens) for collector in collectors),
         cached=sum(collector.cached_tokens for collector in firsts),
+    )
+
+
+def usage_of_prompts(completions: Sequence[Completion]) -> dict[str, Any]:
+    """OpenAI's `usage` of prompts that were only read."""
+    return make_usage(
+        prompt=sum(one.prompt_tokens for one in completions),
+        cached=sum(one.cached_tokens for one in completions),
     )
 
 

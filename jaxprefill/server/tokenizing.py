@@ -1,0 +1,154 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer, without the model.
+
+/tokenize takes a `prompt`, a text or a list of texts, or `messages`, to which the chat template
+alone adds special tokens. It takes texts far longer than the context, but not without limit.
+/detokenize leaves special tokens out unless `skip_special_tokens` is false, and says the text
+twice, as `text` (SGLang) and as `prompt` (vLLM); ids of the model that the tokenizer lacks have no
+text. A list of texts or of lists gets lists of answers. The text of the ids of a text is that text,
+leading spaces included, where the tokenizer keeps all characters.
+"""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxprefill.errors import RequestError
+from jaxprefill.server.body import wrong
+from jaxprefill.server.context import Call, ServerContext, size_of
+from jaxprefill.server.fields import BaseBody
+from jaxprefill.server.health import json_response
+from jaxprefill.server.route import post
+
+_CHARACTERS_A_TOKEN = 32  # so ten times the context is taken, of any text
+
+
+class TokenizeBody(BaseBody, kw_only=True):
+    """The fields of vLLM's and SGLang's /tokenize."""
+
+    prompt: Any = None
+    messages: Any = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    tools: list[Any] = msgspec.field(default_factory=list[Any])
+
+
+class DetokenizeBody(BaseBody, kw_only=True):
+    """The fields of vLLM's and SGLang's /detokenize."""
+
+    tokens: Any = None
+    skip_special_tokens: bool = True
+
+
+async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
+    """Answers one body."""
+    if (body.prompt is None) == (body.messages is None):
+        what = "neither" if body.prompt is None else "both"
+        raise RequestError(f"one of prompt and messages must be given, got {what}", param="prompt")
+    tokenizer = call.model.tokenizer
+    texts = [""] if body.prompt is None else _texts(call, body.prompt)
+
+    def encode() -> list[list[int]]:
+        if body.prompt is None:
+            return [_chat_ids(call, body)]
+        return [
+            tokenizer.encode(text, add_special_tokens=body.add_special_tokens) for text in texts
+        ]
+
+    rows = await call.off_loop_if_long(size_of(texts), encode)
+    is_list = isinstance(body.prompt, list)
+    counts = [len(ids) for ids in rows]
+    reply: dict[str, Any] = {
+        "tokens": rows if is_list else rows[0],
+        "count": counts if is_list else counts[0],
+        "max_model_len": call.model.context_length,
+    }
+    if body.return_token_strs:
+        strings = [[tokenizer.token(token) or "" for token in ids] for ids in rows]
+        reply["token_strs"] = strings if is_list else strings[0]
+    return reply
+
+
+async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
+    """Answers one body."""
+    given = body.tokens
+    is_list = isinstance(given, list) and any(isinstance(item, list) for item in given)
+    rows: list[Any] = given if is_list else [given]
+    for row in rows:
+        _check_ids(row, call.model.config.vocab_size)
+    tokenizer = call.model.tokenizer
+    texts = await call.off_loop_if_long(
+        sum(map(len, rows)),
+        lambda: [
+            tokenizer.decode(row, skip_special_tokens=body.skip_special_tokens) for row in rows
+        ],
+    )
+    text = texts if is_list else texts[0]
+    return {"text": text, "prompt": text}
+
+
+def tokenizer_routes(context: ServerContext) -> list[Route]:
+    """All routes of this module; clients that tokenize by themselves read the GET one."""
+
+    async def info(_: HttpRequest) -> Response:
+        """What the tokenizer is: its special tokens and chat template."""
+        model = context.client.model
+        tokenizer = model.tokenizer
+        templates = tokenizer.chat_templates
+        value: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "eos_token_ids": sorted(tokenizer.eos_ids),
+            "chat_template": templates.get("default", next(iter(templates.values()), None)),
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": model.context_length,
+        }
+        return json_response(value)
+
+    return [
+        *(post(f"{at}/tokenize", context, TokenizeBody, tokenize) for at in ("", "/v1")),
+        *(post(f"{at}/detokenize", context, DetokenizeBody, detokenize) for at in ("", "/v1")),
+        Route("/tokenizer_info", info),
+    ]
+
+
+def _chat_ids(call: Call, body: TokenizeBody) -> list[int]:
+    options: dict[str, Any] = {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+    }
+    if body.tools:
+        options["tools"] = body.tools
+    return list(
+        call.context.admission().chat_ids(body.messages, options | body.chat_template_kwargs)
+    )
+
+
+def _texts(call: Call, prompt: Any) -> list[str]:
+    texts: Any = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise wrong("prompt", "a text or a list of texts", prompt)
+    a_token = max(call.model.tokenizer.max_token_characters, _CHARACTERS_A_TOKEN)
+    most = call.model.context_length * a_token
+    for text in texts:
+        if len(text) > most:
+            raise RequestError(
+                f"prompt must have at most {most} characters, got {len(text)}; split it",
+                param="prompt",
+            )
+    return texts
+
+
+def _check_ids(ids: Any, vocab_size: int) -> None:
+    if not isinstance(ids, list):
+        raise wrong("tokens", "a list of token ids, or of such lists", ids)
+    for token in ids:
+        is_id = isinstance(token, int) and not isinstance(token, bool)
+        if not is_id or not 0 <= token < vocab_size:
+            raise wrong("tokens", f"token ids, 0 to {vocab_size - 1}", token)
