@@ -14,7 +14,8 @@ import httpx
 import openai
 import pytest
 
-from tests.folders import write_folder
+from jaxprefill import SamplingParams
+from tests.folders import write_folder, write_json
 from tests.tiny import SMALL, TinyCheckpoint
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -65,7 +66,11 @@ class Server:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model"), TinyCheckpoint())
+    made = write_folder(tmp_path_factory.mktemp("model"), TinyCheckpoint())
+    path = made / "tokenizer_config.json"  # as transformers 5 wants it
+    names = {"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    write_json(path, json.loads(path.read_text()) | names)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +206,69 @@ def test_broken_and_interrupted_input_leaves_nothing_behind(server):
         if server.http.get("/health").status_code == 200:
             break
         assert time.monotonic() < deadline
+
+
+TASKS = {
+    "scored.yaml": """
+task: scored
+output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: gold
+target_delimiter: ""
+metric_list: [{metric: acc}]
+""",
+    "generated.yaml": """
+task: generated
+output_type: generate_until
+doc_to_target: answer
+generation_kwargs: {until: ["\\n"], max_gen_toks: 6, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+QUESTIONS = [
+    {"question": "The sky is", "choices": [" blue", " red"], "gold": 0, "answer": "x"},
+    {"question": "é日本", "choices": [" a", "b"], "gold": 1, "answer": "x"},
+]
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_and_generates_as_the_python_api_does(server, folder, engine, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs pip install -e '.[lm-eval]'")
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    common = "test_split: test\ndoc_to_text: '{{question}}'\ndataset_path: json\n"
+    common += f"dataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+    for name, text in TASKS.items():
+        (tmp_path / name).write_text(text + common)
+    given = f"model=tiny,base_url={server.url}/v1/completions,tokenizer={folder},max_length=150"
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions"]
+    command += ["--model_args", given, "--batch_size", "2", "--log_samples"]
+    command += [
+        "--tasks",
+        "scored,generated",
+        "--include_path",
+        tmp_path,
+        "--output_path",
+        tmp_path,
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    subprocess.run(command, check=True, env=os.environ | offline)
+    samples = {
+        name: [json.loads(line) for line in path.read_text().splitlines()]
+        for name in ("scored", "generated")
+        for path in tmp_path.rglob(f"samples_{name}_*.jsonl")
+    }
+    for sample in samples["scored"]:
+        for (logprob, _), choice in zip(
+            sample["filtered_resps"], sample["doc"]["choices"], strict=True
+        ):
+            before, ids = (
+                engine.tokenizer.encode(text, add_special_tokens=False)
+                for text in (sample["doc"]["question"], sample["doc"]["question"] + choice)
+            )
+            expected = sum(engine.logprobs([ids])[0][len(before) :])
+            assert float(logprob) == pytest.approx(expected, abs=1e-3)
+    params = SamplingParams(temperature=0, max_tokens=6, stop="\n")
+    for sample in samples["generated"]:
+        ids = engine.tokenizer.encode(sample["doc"]["question"], add_special_tokens=False)
+        assert sample["resps"][0][0] == engine.generate([ids], params)[0].text
