@@ -20,6 +20,7 @@ from jaxprefill.server.body import decode, read_body, wrong
 from jaxprefill.server.context import ServerContext
 from jaxprefill.server.health import json_response
 from jaxprefill.server.metrics import CONTENT_TYPE, Metrics
+from jaxprefill.server.route import check_request_ids
 
 _PATIENCE_S = 2.0  # an engine that is slower to answer is shown as it was last
 
@@ -116,7 +117,7 @@ class Admin:
         """Ends a request by its id, or all; an unknown id is nothing to do."""
         limit = self._context.settings.max_body_bytes
         body = decode(await read_body(request.receive, request.headers, limit), AbortBody)
-        rid = body.rid or body.request_id
+        rid = check_request_ids({"rid": body.rid, "request_id": body.request_id})
         calls = self._context.calls
         if body.abort_all:
             found = list(calls.values())

@@ -45,7 +45,7 @@ def create_app(client: EngineClient, settings: ServerSettings | None = None) -> 
 
     routes = [*_routes(context), *Admin(context, metrics).routes()]
     app = Starlette(
-        routes=[*routes, openapi_route(routes), *page_routes()],
+        routes=[*routes, openapi_route(routes, context), *page_routes()],
         middleware=_middleware(settings, metrics),
         exception_handlers={
             HTTPException: _plain_error,

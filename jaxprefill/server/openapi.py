@@ -16,6 +16,7 @@ from jaxprefill import __version__
 from jaxprefill.request import MAX_TOP_LOGPROBS
 from jaxprefill.server.admin import AbortBody
 from jaxprefill.server.auth import is_open_path
+from jaxprefill.server.context import ServerContext
 from jaxprefill.server.health import json_response
 from jaxprefill.server.route import JsonRoute
 
@@ -58,8 +59,8 @@ _FIELDS: dict[str, Schema] = {
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
     "top_logprobs": _COUNT,
-    "rid": {"minLength": 1, "maxLength": 256, "pattern": "^[!-~]+$"},
-    "request_id": {"minLength": 1, "maxLength": 256, "pattern": "^[!-~]+$"},
+    "rid": {"maxLength": 256, "pattern": "^[!-~]*$"},
+    "request_id": {"maxLength": 256, "pattern": "^[!-~]*$"},
 }
 _REQUIRED = ("prompt", "input", "messages", "tokens")
 _CHOICES = ("TokenizeBody",)  # one of its fields is required, and texts may be empty
@@ -89,25 +90,29 @@ _SUMMARIES = {
 _REFERENCE = "#/components/schemas/{name}"
 
 
-def openapi_route(routes: Sequence[BaseRoute]) -> Route:
-    """The route that shows the document of these."""
+def openapi_route(routes: Sequence[BaseRoute], context: ServerContext) -> Route:
+    """The route that shows the document of these, with the model's names once they are known."""
     found = [route for route in routes if isinstance(route, Route)]
 
     async def openapi(_: HttpRequest) -> Response:
-        return json_response(document(found))
+        names = context.names if context.client.is_ready else ()
+        return json_response(document(found, names))
 
     return Route("/openapi.json", openapi)
 
 
-def document(routes: Sequence[Route]) -> Schema:
-    """An OpenAPI 3.1 document."""
+def document(routes: Sequence[Route], names: Sequence[str] = ()) -> Schema:
+    """An OpenAPI 3.1 document; `names` are those of the model."""
     kinds = {kind for route in routes if (kind := _body_kind(route)) is not None}
     _, schemas = msgspec.json.schema_components(
         sorted(kinds, key=lambda kind: kind.__name__), ref_template=_REFERENCE
     )
-    for name, schema in schemas.items():
-        if name not in _CHOICES:
+    for kind_name, schema in schemas.items():
+        if kind_name not in _CHOICES:
             _narrow(schema)
+        _allow_nulls(schema)
+        if names and "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"enum": [*names, None]}
     schemas["Error"] = _error_schema()
     paths: dict[str, Schema] = {}
     for route in routes:
@@ -195,11 +200,10 @@ def _responses(path: str, *, has_stream: bool) -> Schema:
 def _narrow(schema: Schema) -> None:
     """Adds what the struct's types do not tell."""
     properties: dict[str, Schema] = schema.get("properties", {})
-    for own in properties.values():
-        if own.get("default", ...) is None:
-            own.pop("default")
     for name in properties.keys() & _FIELDS.keys():
         own = properties[name]
+        if name in _REQUIRED:
+            own.pop("default", None)
         options: list[Schema] = own.get("anyOf", [own])
         for option in options:
             if option.get("type") != "null":
@@ -207,6 +211,25 @@ def _narrow(schema: Schema) -> None:
     required = [name for name in _REQUIRED if name in properties]
     if required:
         schema["required"] = sorted({*schema.get("required", []), *required})
+
+
+def _allow_nulls(schema: Schema) -> None:
+    """Null means absent, whatever the type."""
+    for name, own in schema.get("properties", {}).items():
+        if name not in schema.get("required", []):
+            _allow_null(own)
+
+
+def _allow_null(schema: Schema) -> None:
+    if schema.get("default", ...) is None:
+        schema.pop("default")
+    null: Schema = {"type": "null"}
+    if "anyOf" in schema:
+        schema["anyOf"] += [null] if null not in schema["anyOf"] else []
+    elif "type" in schema:
+        schema["type"] = [schema["type"], "null"]
+    elif "$ref" in schema:
+        schema["anyOf"] = [{"$ref": schema.pop("$ref")}, null]
 
 
 def _error_schema() -> Schema:

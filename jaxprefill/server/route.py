@@ -6,7 +6,7 @@ A client that goes away, before or during the answer, ends what the engine does 
 import asyncio
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -138,10 +138,18 @@ async def _disconnected(receive: Receive) -> None:
 
 def _request_id(body: BaseBody, headers: Headers) -> str:
     """The client's id for the request, or a new one."""
-    given = body.rid or body.request_id or headers.get("x-request-id")
-    if given is None:
-        return uuid.uuid4().hex
-    if not _REQUEST_ID.fullmatch(given):
-        rule = "1 to 256 printable ASCII characters without spaces"
-        raise wrong("rid" if body.rid else "request_id", rule, given)
-    return given
+    header = headers.get("x-request-id")
+    given = {"rid": body.rid, "request_id": body.request_id, "x-request-id": header}
+    return check_request_ids(given) or uuid.uuid4().hex
+
+
+def check_request_ids(given: Mapping[str, str | None]) -> str | None:
+    """The first id of those that are given, by the name of the field.
+
+    Raises:
+        RequestError: one cannot be an id.
+    """
+    for name, value in given.items():
+        if value and not _REQUEST_ID.fullmatch(value):
+            raise wrong(name, "1 to 256 printable ASCII characters without spaces", value)
+    return next(filter(None, given.values()), None)

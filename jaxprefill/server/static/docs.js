@@ -2,10 +2,11 @@
 
 function kindOf(schema) {
   const options = schema.anyOf ?? schema.oneOf;
-  if (options) return [...new Set(options.map(kindOf))].join(" or ");
+  if (options) return [...new Set(options.map(kindOf))].filter(Boolean).join(" or ");
+  if (schema.enum) return "string";
   if (schema.$ref) return schema.$ref.split("/").pop();
   if (schema.type === "array") return `list of ${kindOf(schema.items ?? {})}`;
-  return [schema.type ?? "any"].flat().join(" or ");
+  return [schema.type ?? "any"].flat().filter((name) => name !== "null").join(" or ");
 }
 
 function limitsOf(schema) {
