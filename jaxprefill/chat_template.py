@@ -79,8 +79,12 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     Raises:
         RequestError: the list is empty, or a message has no role or no text.
     """
-    if isinstance(messages, str) or not messages:
-        raise RequestError("messages must be a list of at least one message", param="messages")
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not messages:
+        raise RequestError(
+            f"messages must be a list of at least one message, got {messages!r:.80}",
+            param="messages",
+        )
     return [_plain_message(message, index) for index, message in enumerate(messages)]
 
 

@@ -186,7 +186,8 @@ def _responses(path: str, *, has_stream: bool) -> Schema:
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: Schema = {kind: {"schema": {} if kind == "application/json" else {"type": "string"}}}
     if has_stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        event = {"type": "object", "properties": {"data": {"type": "string"}}}
+        content["text/event-stream"] = {"schema": event}
     found: Schema = {"200": {"description": "The answer.", "content": content}}
     reference = {"$ref": _REFERENCE.format(name="Error")}
     is_state = path in ("/health", "/ready", "/ping")
