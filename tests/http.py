@@ -54,6 +54,7 @@ class Http:
 
     def check_idle(self):
         assert not self.engine.running and not self.context.calls
+        assert self.context.num_sequences == 0
 
 
 class Exchange:

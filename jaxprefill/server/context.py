@@ -38,6 +38,7 @@ class ServerContext:
     Attributes:
         is_draining: no new work is taken; what runs may finish.
         calls: those being answered, by request id.
+        num_sequences: those that the engine has been given and has not finished.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings, observer: Observer) -> None:
@@ -47,15 +48,15 @@ class ServerContext:
         self.observer = observer
         self.is_draining = False
         self.calls: dict[str, Call] = {}
+        self.num_sequences = 0
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tokenize")
         self._rng = np.random.default_rng()
         self._admission: tuple[ServedModel, Admission] | None = None
         self._texts: tuple[Tokenizer, TokenTexts] | None = None
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that the engine has been given and has not finished."""
-        return sum(call.num_live for call in self.calls.values())
+    def sequence_ended(self) -> None:
+        """The engine has one less to work on."""
+        self.num_sequences -= 1
 
     @property
     def is_serving(self) -> bool:
@@ -150,11 +151,6 @@ class Call:
         """What is served; raises EngineUnavailable."""
         return self.context.client.model
 
-    @property
-    def num_live(self) -> int:
-        """Sequences that the engine has not finished."""
-        return sum(each.num_live for each in self._generations)
-
     def served_name(self, asked: str | None) -> str:
         """The model's name as the client calls it.
 
@@ -224,7 +220,9 @@ class Call:
             self.model.tokenizer,
             observer=self.context.observer,
             arrived_at=self._arrived_at,
+            on_end=self.context.sequence_ended,
         )
+        self.context.num_sequences += len(requests)
         self._generations.append(generation)
         if self._is_cancelled:
             generation.cancel()

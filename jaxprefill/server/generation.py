@@ -1,7 +1,7 @@
 """The sequences of one call while they run: updates become text, stop strings end them early."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from jaxprefill.client import Submission
 from jaxprefill.collector import Collector
@@ -23,22 +23,19 @@ class Generation:
         *,
         observer: Observer,
         arrived_at: float,
+        on_end: Callable[[], None],
     ) -> None:
-        """`arrived_at` is a time of `time.monotonic`."""
+        """`arrived_at` is a time of `time.monotonic`; `on_end` hears of each sequence's end."""
         self.collectors = [Collector(request, tokenizer) for request in requests]
         self._submission = submission
         self._observer = observer
         self._arrived_at = arrived_at
+        self._on_end = on_end
         self._positions = {request.id: index for index, request in enumerate(requests)}
         self._times: dict[int, tuple[float, float]] = {}
         self._first_token_at: dict[int, float] = {}
         self._last_token_at: dict[int, float] = {}
         self._live = set(range(len(requests)))
-
-    @property
-    def num_live(self) -> int:
-        """Sequences that have not ended."""
-        return len(self._live)
 
     async def updates(self) -> AsyncGenerator[int]:
         """The position of each sequence whose collector has just taken an update.
@@ -98,6 +95,7 @@ class Generation:
 
     def _end(self, index: int, reason: str) -> None:
         self._live.discard(index)
+        self._on_end()
         collector = self.collectors[index]
         queue_s, prefill_s = self._times.get(index, (None, None))
         self._observer.finished(
