@@ -52,6 +52,7 @@ class ServerRun:
             log_config=None,
             access_log=False,
             server_header=False,
+            ws="none",
             timeout_keep_alive=settings.keep_alive_timeout,
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
