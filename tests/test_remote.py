@@ -156,6 +156,17 @@ async def check_aborts(process: EngineProcess):
             await asyncio.sleep(0.001)
 
 
+def test_a_start_can_be_broken_off(options):
+    async def start():
+        process = EngineProcess(make_config(**options))
+        running = asyncio.create_task(process.run())
+        await until(lambda: process.process_id is not None)
+        await process.stop()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(start())
+
+
 def test_an_engine_that_cannot_start_says_why(options):
     process = EngineProcess(make_config(**options | {"context_length": 10**6}))
     with pytest.raises(ConfigError, match="context_length must be at most"):

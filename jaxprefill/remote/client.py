@@ -77,7 +77,7 @@ class EngineProcess:
         self._model: ServedModel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self._numbers = itertools.count(1)
         self._submissions: dict[int, _Submission] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -85,7 +85,7 @@ class EngineProcess:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return self._model is not None and not self._is_stopping
+        return self._model is not None and not self._stopping.is_set()
 
     @property
     def model(self) -> ServedModel:
@@ -153,7 +153,7 @@ class EngineProcess:
             JaxPrefillError: the first one could not start; a class of its own says why.
         """
         pause, has_been_ready = 0.0, False
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             reason = JaxPrefillError("the engine's process ended; its log may say why")
             try:
                 await self._live()
@@ -162,22 +162,25 @@ class EngineProcess:
             was_ready = self._model is not None
             has_been_ready |= was_ready
             self._fail_all()
-            if self._is_stopping:
+            if self._stopping.is_set():
                 return
             if not has_been_ready:
                 raise reason
             self.num_restarts += 1
             self._on_lost(str(reason))
             pause = 0.0 if was_ready else min(max(2 * pause, 1.0), _MAX_PAUSE_S)
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
 
     async def stop(self) -> None:
         """Ends the process, and with it every request."""
-        self._is_stopping = True
+        self._stopping.set()
         self.send(Stop())
         process = self._process
         if process is None:
             return
+        if self._model is None:  # it reads no message while it starts
+            process.kill()
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -199,7 +202,7 @@ class EngineProcess:
             if self._writer is not None:
                 self._writer.close()
             self._writer = None
-            if self._process.poll() is None and not self._is_stopping:
+            if self._process.poll() is None and not self._stopping.is_set():
                 self._process.kill()
             await asyncio.get_running_loop().run_in_executor(None, self._process.wait)
 
