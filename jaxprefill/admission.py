@@ -78,7 +78,8 @@ class Admission:
         ids = self.prompt_ids(prompt)
         self.check_length(len(ids), params)
         check_params(params, self.vocab_size)
-        eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_ids
+        ends = () if params.ignore_eos else self.tokenizer.eos_ids
+        eos = frozenset(token for token in ends if token < self.vocab_size)
         seed = (
             int(self.rng.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
         )

@@ -55,6 +55,8 @@ class RopeConfig:
             raise ConfigError(f"model config: rotary_dim must be even, got {self.rotary_dim}")
         if self.kind in ("llama3", "yarn", "longrope") and self.original_context < 1:
             raise ConfigError(f"model config: {self.kind} RoPE needs original_context")
+        if self.kind == "yarn" and self.theta <= 1:
+            raise ConfigError(f"model config: theta of yarn must exceed 1, got {self.theta}")
 
 
 @dataclass(frozen=True, kw_only=True)

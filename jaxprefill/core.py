@@ -84,11 +84,16 @@ class EngineCore:
         """Dispatches the next step, then reads the one before."""
         batch = self.scheduler.next_batch()
         dispatched = self._dispatch(batch) if batch is not None else None
-        updates = self._read(self._in_flight) if self._in_flight is not None else []
-        self._in_flight = dispatched
+        pending, self._in_flight = self._in_flight, dispatched
+        updates = self._read(pending) if pending is not None else []
         self.counters.preemptions = self.scheduler.num_preemptions
         self.counters.cached_tokens = self.scheduler.num_cached_tokens
         return updates
+
+    def close(self) -> None:
+        """Frees the device's arrays and lets go of the executables; of the rest, counters stay."""
+        self.state.delete()
+        del self.prefill, self.decode, self.heads
 
     def mark_ready(self) -> None:
         """From now on nothing may compile."""
@@ -103,19 +108,27 @@ class EngineCore:
         try:
             runner.run(self.state, batch)
             return dispatch_heads(self.heads, self.state, batch, states)
-        except Exception:
-            for state in states:  # the step takes its requests with it, not the engine
-                self.abort(state.request.id)
+        except BaseException:
+            self._lose(states)
             raise
 
     def _read(self, step: PendingStep) -> list[RequestUpdate]:
         """Waits for a step's results and hands them out; what finished meanwhile is ignored."""
         updates: list[RequestUpdate] = []
-        for row in step.read():
-            row.state.num_in_flight -= 1
-            if row.state.status is not Status.FINISHED:
-                updates.append(self._update(row))
+        try:
+            for row in step.read():
+                row.state.num_in_flight -= 1
+                if row.state.status is not Status.FINISHED:
+                    updates.append(self._update(row))
+        except BaseException:
+            self._lose([state for state, _, _ in step.rows])
+            raise
         return updates
+
+    def _lose(self, states: list[RequestState]) -> None:
+        """A step that failed takes its requests with it, not the engine."""
+        for state in states:
+            self.abort(state.request.id)
 
     def _update(self, row: RowResults) -> RequestUpdate:
         state, token = row.state, row.token

@@ -256,7 +256,7 @@ class Engine:
         Raises:
             RequestError: messages are malformed, or the template refuses them.
         """
-        if not is_list(messages):
+        if isinstance(messages, str) or not is_list(messages):
             raise RequestError(
                 f"messages must be a list of messages, got {messages!r}", param="messages"
             )
@@ -273,7 +273,8 @@ class Engine:
 
         Keys: passes (by path), executables (passes by executable), fallbacks (by reason),
         padding (tokens by executable), real_tokens, padding_tokens, cached_tokens, preemptions,
-        corrupted_requests, compilations_after_ready, num_running and num_waiting (requests),
+        corrupted_requests, compilations_after_ready (of the whole process: another engine's, and
+        the caller's own, count), num_running and num_waiting (requests),
         kv_pages (free ones may be cached), memory (bytes on each device), mesh (devices by axis,
         processes), ladder (the shapes that are built), startup_s, compiled (records).
         """
@@ -313,7 +314,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Frees the device's arrays; the engine cannot be used afterwards."""
+        """Frees the device's arrays and the executables; the engine cannot be used afterwards."""
         self._loop.close()
 
     def __enter__(self) -> "Engine":

@@ -4,9 +4,11 @@ Signals interrupt the main thread alone: with the steps elsewhere, none can stop
 between a donated array and its successor. The thread lives while there is work.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +18,8 @@ from jaxprefill.errors import EngineUnavailable, JaxPrefillError
 from jaxprefill.request import Completion, Request
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.updates import RequestUpdate
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -51,6 +55,14 @@ class _Answer:
             self.done.set_result([each.completion() for each in self.collectors.values()])
 
 
+@dataclass(eq=False)
+class _Live:
+    """A listener, and its requests that run."""
+
+    listener: Listener
+    names: set[str] = field(default_factory=set[str])
+
+
 class EngineLoop:
     """Takes calls from any thread; their requests share batches."""
 
@@ -62,8 +74,8 @@ class EngineLoop:
         self._inbox: list[Callable[[], None]] = []
         self._is_serving = False
         self._is_closed = False
-        self._live: dict[Listener, set[str]] = {}  # these two: the serving thread's alone
-        self._owners: dict[str, Listener] = {}
+        self._live: dict[int, _Live] = {}  # by listener; these two: the serving thread's alone
+        self._owners: dict[str, _Live] = {}  # by request
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Runs requests to their end; a caller that is interrupted leaves none behind.
@@ -78,12 +90,15 @@ class EngineLoop:
             return answer.done.result()
         except BaseException as error:
             if not answer.done.done():
-                self._post(partial(self._end, answer, error))
+                self._post(partial(self._interrupt, answer, error))
                 answer.done.exception()
             raise
 
     def submit(self, requests: Sequence[Request], listener: Listener) -> None:
-        """Starts requests whose results go to `listener`, step by step; all of them, or none."""
+        """Starts requests whose results go to `listener`, step by step; all of them, or none.
+
+        A listener may be given more while it listens: it is told the end when none runs any more.
+        """
         self._post(partial(self._start, requests, listener))
 
     def abort(self, listener: Listener, names: Sequence[str] | None = None) -> None:
@@ -97,7 +112,7 @@ class EngineLoop:
         def act() -> None:
             try:
                 done.set_result(function())
-            except Exception as error:  # it is the caller's
+            except BaseException as error:  # it is the caller's
                 done.set_exception(error)
 
         self._post(act)
@@ -135,72 +150,90 @@ class EngineLoop:
                 self._step()
 
     def _start(self, requests: Sequence[Request], listener: Listener) -> None:
-        self._live[listener] = set()
+        call = self._live.setdefault(id(listener), _Live(listener))
         try:
             for request in requests:
                 self._core.add(request)
-                self._live[listener].add(request.id)
-                self._owners[request.id] = listener
-        except JaxPrefillError as error:
-            self._end(listener, error)
+                call.names.add(request.id)
+                self._owners[request.id] = call
+        except BaseException as error:  # a fault of a grammar ends its call alone
+            self._end(call, error)
         else:
             self._end_finished()  # a call may ask for nothing
 
     def _step(self) -> None:
         try:
-            for update in self._core.step():
+            updates = self._core.step()
+        except BaseException as error:  # it belongs to whoever's requests it took
+            calls = list(self._live.values())
+            hurt = [c for c in calls if not all(self._core.is_known(name) for name in c.names)]
+            for call in hurt or calls:  # a fault that took none would come again
+                self._end(call, error)
+        else:
+            for update in updates:
                 self._hand_out(update)
-        except Exception as error:  # it belongs to whoever's requests it took
-            for listener, names in list(self._live.items()):
-                if not all(self._core.is_known(name) for name in names):
-                    self._end(listener, error)
         self._end_finished()
 
     def _hand_out(self, update: RequestUpdate) -> None:
-        listener = self._owners.get(update.request_id)
-        if listener is None:
+        call = self._owners.get(update.request_id)
+        if call is None:
             return
-        goes_on = listener.on_update(update)
+        try:
+            goes_on = call.listener.on_update(update)
+        except BaseException as error:  # its listener's own fault
+            self._end(call, error)
+            return
         if not goes_on or update.finish_reason is not None:
             self._core.abort(update.request_id)
             self._owners.pop(update.request_id)
-            self._live[listener].discard(update.request_id)
+            call.names.discard(update.request_id)
+
+    def _interrupt(self, listener: Listener, error: BaseException) -> None:
+        if id(listener) in self._live:
+            self._end(self._live[id(listener)], error)
 
     def _drop(self, names: Sequence[str]) -> None:
         for name in names:
             self._core.abort(name)
-            listener = self._owners.pop(name, None)
-            if listener is not None:
-                self._live[listener].discard(name)
+            call = self._owners.pop(name, None)
+            if call is not None:
+                call.names.discard(name)
         self._end_finished()
 
     def _end_finished(self) -> None:
-        for listener in [listener for listener, names in self._live.items() if not names]:
-            self._end(listener)
+        for call in [call for call in self._live.values() if not call.names]:
+            self._end(call)
 
-    def _end(self, listener: Listener, error: BaseException | None = None) -> None:
+    def _end(self, call: "_Live", error: BaseException | None = None) -> None:
         """Answers a call; the last one waits until nothing is in flight."""
-        if listener not in self._live:
-            return
-        self._forget(listener)
+        self._forget(call.listener)
+        late = self._settle() if not self._live else None
         try:
-            while not self._live and self._core.has_work:
-                self._core.step()
-        except Exception as late:  # the caller must not wait for ever
-            error = error or late
-        listener.on_end(error)
+            call.listener.on_end(error or late)
+        except BaseException:  # nobody else is to suffer for it
+            logger.exception("a listener failed at its end")
 
     def _forget(self, listener: Listener) -> None:
-        for name in self._live.pop(listener, ()):
+        call = self._live.pop(id(listener), None)
+        for name in call.names if call is not None else ():
             self._core.abort(name)
             self._owners.pop(name)
+
+    def _settle(self) -> BaseException | None:
+        """Runs steps of requests that were aborted to their end; returns the last one's failure."""
+        failure: BaseException | None = None
+        while self._core.has_work:
+            try:
+                self._core.step()
+            except BaseException as error:  # the step is lost, and the next one is tried
+                failure = error
+        return failure
 
     def _shut_down(self) -> None:
         with self._lock:
             self._is_closed = True
-        for listener in list(self._live):
+        for call in list(self._live.values()):
             error = EngineUnavailable("the engine was closed while the call was running")
-            self._end(listener, error)
-        while self._core.has_work:  # a step of requests that were aborted
-            self._core.step()
-        self._core.state.delete()
+            self._end(call, error)
+        self._settle()
+        self._core.close()

@@ -78,6 +78,11 @@ class Readings:
         item_first: bool = False,
     ) -> Reading[list[list[float]]]:
         """How likely each label is as the token after query and item; see `Engine.score`."""
+        if not isinstance(apply_softmax, bool):
+            raise RequestError(
+                f"apply_softmax must be true or false, got {apply_softmax!r:.80}",
+                param="apply_softmax",
+            )
         labels = self._admission.label_ids(label_token_ids)
         prompts = joined_prompts(query, as_prompts(items, "items"), item_first=item_first)
         return self._labels(prompts, labels, apply_softmax=apply_softmax, name="items")

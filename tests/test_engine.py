@@ -12,6 +12,7 @@ import pytest
 
 from jaxprefill import SamplingParams
 from jaxprefill.errors import JaxPrefillError, RequestError
+from jaxprefill.step import PendingStep
 from tests.reference import greedy, prompt_logprobs, reference_logits
 from tests.tiny import TinyCheckpoint, tiny_engine
 
@@ -278,6 +279,36 @@ def test_a_chat_too_long_by_its_characters_is_not_tokenised(engine):
         engine.chat([{"role": "user", "content": "." * 100_000}])
 
 
+def test_a_step_that_cannot_be_read_fails_its_callers_and_no_others(checkpoint, monkeypatch):
+    expected = None
+    with tiny_engine(checkpoint, prefill_buckets=(8,), max_running_requests=2) as made:
+        expected = made.generate("ab", SamplingParams(max_tokens=4, temperature=0))[0].token_ids
+        read, faults = PendingStep.read, [RuntimeError("the device is gone")]
+
+        def fail_once(step):
+            if faults:
+                raise faults.pop()
+            return read(step)
+
+        monkeypatch.setattr(PendingStep, "read", fail_once)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            made.generate("ab", SamplingParams(max_tokens=4, temperature=0))
+        found = made.generate("ab", SamplingParams(max_tokens=4, temperature=0))[0]
+        stats = made.stats()
+        assert found.token_ids == expected
+        assert stats["kv_pages"]["free"] == stats["kv_pages"]["total"]
+        faults += [RuntimeError("for good")] * 10**6
+        with pytest.raises(RuntimeError, match="for good"):
+            made.generate("ab", SamplingParams(max_tokens=4))
+
+
+def test_an_end_token_outside_the_vocabulary_ends_nothing(checkpoint, monkeypatch):
+    with tiny_engine(checkpoint, prefill_buckets=(8,), max_running_requests=1) as made:
+        monkeypatch.setattr(made.tokenizer, "eos_ids", frozenset({256, 99999}))
+        params = SamplingParams(max_tokens=3, min_tokens=2)
+        assert made.generate("ab", params)[0].finish_reason in ("stop", "length")
+
+
 def test_a_closed_engine_keeps_no_executable(checkpoint):
     def live() -> int:
         gc.collect()
@@ -286,8 +317,9 @@ def test_a_closed_engine_keeps_no_executable(checkpoint):
     with tiny_engine(checkpoint, prefill_buckets=(8,), max_running_requests=1):
         pass
     before = live()
-    with tiny_engine(checkpoint, prefill_buckets=(8,), max_running_requests=1):
-        pass
+    with tiny_engine(checkpoint, prefill_buckets=(8,), max_running_requests=1) as closed:
+        assert live() > before
+    assert closed.stats()["memory"]["weights"] > 0  # it can still be asked
     assert live() <= before
 
 

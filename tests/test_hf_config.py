@@ -93,13 +93,33 @@ def test_rope_that_differs_by_layer_type_is_refused():
         (dict(rope_scaling={"type": "llama3", "factor": 8.0}), "low_freq_factor must be"),
         (dict(rope_scaling=[8.0]), "rope_scaling must be a mapping"),
         (dict(rope_scaling=LONGROPE), "short_factors of longrope must hold 8 numbers.*got 4"),
-        (dict(partial_rotary_factor=0.2), "rotary_dim must be even, got 3"),
+        (
+            dict(rope_scaling={"type": "linear", "factor": 2.0}, partial_rotary_factor=0.2),
+            "rotary_dim must be even, got 3",
+        ),
+        (dict(num_hidden_layers=2**40), "num_hidden_layers must be at most 10000"),
+        (dict(hidden_act=["silu"]), r"hidden_act \['silu'\] is not supported"),
+        (dict(rope_scaling={"rope_type": ["x"], "factor": 2}), r"RoPE kind \['x'\] is not"),
+        (dict(rope_theta=1, rope_scaling={"type": "yarn", "factor": 2.0}), "theta of yarn must"),
+        (
+            dict(rope_scaling=LONGROPE, original_max_position_embeddings=1),
+            "original_max_position_embeddings must be at least 2, got 1",
+        ),
         (dict(quantization_config={"quant_method": "gptq"}), "quantization_config is set"),
     ],
 )
 def test_what_is_missing_wrong_or_unsupported_is_named(changes, message):
     with pytest.raises(CheckpointError, match=message):
         read(**changes)
+
+
+def test_plain_rope_turns_whole_heads_but_for_phi3_as_in_transformers():
+    share = dict(partial_rotary_factor=0.75, head_dim=16)
+    stretched = share | dict(rope_scaling={"type": "linear", "factor": 2.0})
+    for name in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+        assert read(name, **share).rotary_dim == 16
+        assert read(name, **stretched).rotary_dim == 12
+    assert read("Phi3ForCausalLM", **share).rotary_dim == 12
 
 
 def test_an_unknown_layer_type_is_named():

@@ -17,16 +17,25 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_MOST_LAYERS = 10_000  # far more than any model has; a wrong number must not fill memory
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 
-def read_dense(hf: HfValues, *, sliding_from: int | None = None, **own: Any) -> ModelConfig:
+def read_dense(
+    hf: HfValues,
+    *,
+    sliding_from: int | None = None,
+    is_partly_rotated: bool = False,
+    **own: Any,
+) -> ModelConfig:
     """The config of a dense decoder.
 
     Args:
         hf: the mapping read from config.json, with the architecture's defaults.
         sliding_from: first layer that has the sliding window, unless `layer_types` says which;
             None: none has.
+        is_partly_rotated: `partial_rotary_factor` holds for plain RoPE too; in transformers' other
+            architectures it holds for stretched kinds alone.
         own: fields of ModelConfig that the architecture's file decides.
 
     Raises:
@@ -34,7 +43,8 @@ def read_dense(hf: HfValues, *, sliding_from: int | None = None, **own: Any) -> 
     """
     num_q_heads, hidden_size = hf.integer("num_attention_heads"), hf.integer("hidden_size")
     head_dim = hf.integer("head_dim", hidden_size // num_q_heads)
-    num_layers, rope = hf.integer("num_hidden_layers"), read_rope(hf, head_dim=head_dim)
+    num_layers = hf.integer("num_hidden_layers", most=_MOST_LAYERS)
+    rope = read_rope(hf, head_dim=head_dim, is_partial=is_partly_rotated)
     context = stretched_context(hf.integer("max_position_embeddings"), rope)
     window, layers = None, ()
     if sliding_from is not None:
@@ -85,7 +95,7 @@ def _read_window(
 
 def _read_activation(hf: HfValues) -> Activation:
     name = hf.get("hidden_act") or "silu"
-    if name not in _ACTIVATIONS:
+    if str(name) not in _ACTIVATIONS:
         raise CheckpointError(
             f"config.json: hidden_act {name!r} is not supported; "
             f"supported: {', '.join(_ACTIVATIONS)}"

@@ -15,7 +15,7 @@ _ALIASES = {"su": "longrope"}  # its name when Phi-3 appeared
 _WHERE = "config.json: RoPE parameters"
 
 
-def read_rope(hf: HfValues, *, head_dim: int) -> RopeConfig:
+def read_rope(hf: HfValues, *, head_dim: int, is_partial: bool) -> RopeConfig:
     """The rotary embedding of all layers.
 
     Raises:
@@ -26,7 +26,7 @@ def read_rope(hf: HfValues, *, head_dim: int) -> RopeConfig:
     rope = HfValues(given, where=_WHERE)
     theta = rope.number("rope_theta", hf.number("rope_theta", 10000.0))
     share = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
-    dim = int(head_dim * share)
+    dim = int(head_dim * share) if is_partial or kind != "default" else head_dim
     own = _READERS[kind](hf, rope) if kind in _READERS else {}
     try:
         rotary_dim = None if dim == head_dim else dim
@@ -38,7 +38,7 @@ def read_rope(hf: HfValues, *, head_dim: int) -> RopeConfig:
 def _read_kind(given: dict[str, Any]) -> RopeKind:
     name = given.get("rope_type") or given.get("type") or "default"
     for kind in get_args(RopeKind):
-        if kind == _ALIASES.get(name, name):
+        if kind == _ALIASES.get(str(name), name):
             return kind
     raise CheckpointError(
         f"config.json: RoPE kind {name!r} is not supported; "
@@ -112,6 +112,10 @@ def _read_yarn(hf: HfValues, rope: HfValues) -> dict[str, Any]:
 
 def _read_longrope(hf: HfValues, rope: HfValues) -> dict[str, Any]:
     original = _original_context(hf, rope)
+    if original < 2:
+        raise CheckpointError(
+            f"config.json: original_max_position_embeddings must be at least 2, got {original}"
+        )
     factor = rope.number("factor", hf.integer("max_position_embeddings") / original)
     stretch = math.log(factor) / math.log(original) if factor > 1 else 0.0
     return {

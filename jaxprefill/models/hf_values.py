@@ -25,8 +25,8 @@ class HfValues:
         """The value as it is, or None."""
         return self._values.get(name)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer; without a default it is required.
+    def integer(self, name: str, default: int | None = None, *, most: int = 2**53) -> int:
+        """A positive integer of at most `most`; without a default it is required.
 
         Raises:
             CheckpointError: it is missing or something else.
@@ -34,6 +34,8 @@ class HfValues:
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._error(name, "a positive integer", value)
+        if value > most:
+            raise self._error(name, f"at most {most}", value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -29,7 +29,7 @@ class Phi3(DenseDecoder):
             rope = values.get(name)
             if isinstance(rope, Mapping) and "yarn" in (rope.get("type"), rope.get("rope_type")):
                 values[name] = {**rope, "type": "longrope", "rope_type": "longrope"}
-        return read_dense(HfValues(values, _DEFAULTS), sliding_from=0)
+        return read_dense(HfValues(values, _DEFAULTS), sliding_from=0, is_partly_rotated=True)
 
     @classmethod
     def layer_sources(cls, config: ModelConfig, name: str) -> dict[str, Fused]:
