@@ -135,6 +135,7 @@ class EngineCore:
         if row.has_nan:
             self.counters.corrupted_requests += 1
             self.abort(state.request.id)
+            self.cache.flush()  # what it leaves there would spoil whoever begins alike
             return RequestUpdate(state.request.id, finish_reason="error")
         store_logprobs(row.nodes, row.first_position, row.logprobs, self.cache.page_size)
         is_open = True

@@ -239,16 +239,19 @@ def test_preempted_penalties_and_seeds_continue_where_they_were(checkpoint):
     assert [c.token_ids for c in tight] == [c.token_ids for c in roomy]
 
 
-def test_nan_weights_end_the_request_and_not_the_engine():
-    broken = TinyCheckpoint()
-    broken.tensors["model.norm.weight"][0] = np.nan
+def test_nan_weights_end_the_request_and_not_the_engine_nor_whoever_begins_alike():
+    broken = TinyCheckpoint(is_embedding_tied=False)
+    broken.tensors["model.embed_tokens.weight"][200] = np.nan
+    spoilt = [1] * 30 + [200] + [1] * 30
     with tiny_engine(broken) as made:
-        found = made.generate([random_prompt(4)] * 2, SamplingParams(max_tokens=3))
+        found = made.generate([spoilt] * 2, SamplingParams(max_tokens=3))
         assert [c.finish_reason for c in found] == ["error", "error"]
         with pytest.raises(JaxPrefillError, match="not numbers"):
-            made.logprobs([random_prompt(4)])
+            made.logprobs([spoilt])
         assert made.stats()["corrupted_requests"] == 3
         assert made.stats()["kv_pages"]["free"] == made.stats()["kv_pages"]["total"]
+        (alike,) = made.generate([[1] * 40], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert alike.finish_reason == "length" and alike.cached_tokens == 0
 
 
 def test_chat_renders_the_template_once(engine):
