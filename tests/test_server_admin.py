@@ -48,9 +48,13 @@ def samples(http: Http) -> dict[tuple, float]:
     """Values by name and labels, without the prefix that all have."""
     reply = http.get("/metrics")
     assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/plain")
+    return samples_of(reply.text)
+
+
+def samples_of(text: str) -> dict[tuple, float]:
     return {
         (sample.name.removeprefix("jaxprefill_"), *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(reply.text)
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name.startswith("jaxprefill_")
     }
