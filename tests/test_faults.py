@@ -231,7 +231,7 @@ def test_an_engine_that_is_killed_is_replaced(server, expected):
 def test_a_server_that_is_killed_leaves_nothing_and_starts_again(server, folder, compile_cache):
     engine, port = engine_of(server), server.port
     server.process.kill()
-    server.process.wait()
+    assert server.stop() == -signal.SIGKILL
     deadline = time.monotonic() + 30
     while Path(f"/proc/{engine}").exists():
         assert time.monotonic() < deadline, "the engine outlives its server"
