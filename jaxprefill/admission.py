@@ -34,7 +34,8 @@ class Wants:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+        is_integer = isinstance(self.priority, (int, np.integer))
+        if isinstance(self.priority, bool) or not is_integer:
             raise RequestError(
                 f"priority must be an integer, got {self.priority!r}", param="priority"
             )

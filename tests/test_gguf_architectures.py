@@ -126,6 +126,14 @@ def rounded(rope: RopeConfig) -> dict:
     }
 
 
+def test_a_gguf_turns_as_many_dimensions_as_it_says(tmp_path):
+    hf = HF | MODELS["qwen3"] | dict(partial_rotary_factor=0.5)
+    found = GgufCheckpoint(write_gguf(tmp_path / "m.gguf", hf, random_tensors(hf))).config
+    assert (found.head_dim, found.rotary_dim) == (48, 24)
+    powers = 1e4 ** (-np.arange(12) / 12)
+    np.testing.assert_allclose(rotary_frequencies(found), powers, rtol=1e-6)
+
+
 def test_tensors_of_frequency_factors_turn_as_llama_3_does(tmp_path):
     hf = HF | dict(architectures=["LlamaForCausalLM"], rope_scaling=LLAMA3)
     found = GgufCheckpoint(write_gguf(tmp_path / "m.gguf", hf, random_tensors(hf)))

@@ -135,6 +135,9 @@ def hf_config(file: GgufFile, num_layers_present: int) -> dict[str, Any]:
     head_dim, rotary_dim = _head_dims(
         fields, architecture, default=max(hidden_size // num_heads, 1)
     )
+    rope = _rope(file, fields)
+    if rotary_dim != head_dim:  # a config.json's plain kind turns whole heads: name one that does
+        rope = {"rope_scaling": {"rope_type": "linear", "factor": 1.0}} | rope
     return {
         "architectures": [architecture.hf_class],
         "vocab_size": vocab_size,
@@ -151,7 +154,7 @@ def hf_config(file: GgufFile, num_layers_present: int) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         **_window(fields, architecture),
-        **_rope(file, fields),
+        **rope,
     }
 
 
