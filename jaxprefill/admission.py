@@ -42,6 +42,7 @@ class Wants:
 
 
 NOTHING_MORE = Wants()
+NOTHING_GENERATED = SamplingParams(max_tokens=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class Admission:
                 param="prompt",
             )
 
-    def check_length(self, num_tokens: int, params: SamplingParams) -> None:
+    def check_length(self, num_tokens: int, params: SamplingParams = NOTHING_GENERATED) -> None:
         """Raises RequestError where a prompt of so many tokens does not fit the context."""
         room = self.context_length - (params.max_tokens > 0)
         if num_tokens > room:

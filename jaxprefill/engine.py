@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxprefill.admission import NOTHING_MORE, Admission, Prompt, Wants, naming_item
+from jaxprefill.admission import (
+    NOTHING_GENERATED,
+    NOTHING_MORE,
+    Admission,
+    Prompt,
+    Wants,
+    naming_item,
+)
 from jaxprefill.arguments import as_params, as_prompts, is_list
 from jaxprefill.config import make_config
 from jaxprefill.embeddings import Matrix
@@ -19,7 +26,7 @@ from jaxprefill.kernels.device import describe_device, free_memory_bytes
 from jaxprefill.loop import EngineLoop, Listener
 from jaxprefill.plan import EnginePlan, make_plan
 from jaxprefill.prefill.compiler import ExecutableRecord
-from jaxprefill.readings import NOTHING_GENERATED, Reading, Readings
+from jaxprefill.readings import Reading, Readings
 from jaxprefill.request import Completion, Request, SamplingParams
 from jaxprefill.startup import start
 from jaxprefill.weights.locate import open_checkpoint

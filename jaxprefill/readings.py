@@ -20,18 +20,16 @@ from jaxprefill.embeddings import (
     stacked,
 )
 from jaxprefill.errors import RequestError
-from jaxprefill.request import Completion, SamplingParams
+from jaxprefill.request import Completion
 from jaxprefill.reranking import RerankFormat
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-NOTHING_GENERATED = SamplingParams(max_tokens=0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Generic[T]):
-    """Prompts to run with `NOTHING_GENERATED`.
+    """Prompts to run with `admission.NOTHING_GENERATED`.
 
     Attributes:
         wants: what is asked of each.
@@ -118,7 +116,9 @@ class Readings:
         many = as_prompts(texts, name)
         for index, text in enumerate(many):
             with naming_item(name, index, len(many)):
-                prompts.append(without_padding(self._admission.prompt_ids(text), head.pad_id))
+                ids = without_padding(self._admission.prompt_ids(text), head.pad_id)
+                self._admission.check_length(len(ids))
+                prompts.append(ids)
 
         def result(found: Sequence[Completion]) -> Matrix:
             logits = stacked([one.class_logits for one in found], len(head.labels))
@@ -146,7 +146,7 @@ class Readings:
         for index, text in enumerate(many):
             with naming_item(name, index, len(many)):
                 start = self._admission.prompt_ids(text)
-                self._admission.check_length(len(start) + max(map(len, ids)), NOTHING_GENERATED)
+                self._admission.check_length(len(start) + max(map(len, ids)))
                 prompts += [(*start, *tokens) for tokens in ids]
 
         def result(found: Sequence[Completion]) -> list[list[float]]:

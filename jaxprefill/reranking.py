@@ -69,7 +69,9 @@ class RerankFormat:
         found: list[tuple[int, ...]] = []
         for index, (query, text) in enumerate(pairs):
             with naming_item(name, index, len(pairs)):
-                found.append(self._prompt(query, text, instruction))
+                ids = self._prompt(query, text, instruction)
+                self._admission.check_length(len(ids))
+                found.append(ids)
         return found
 
     def answer_ids(self) -> tuple[int, ...]:

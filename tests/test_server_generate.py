@@ -176,3 +176,10 @@ def test_a_schema_becomes_a_grammar(http):
         http.post(PATH, BASE | {"sampling_params": GREEDY | {"json_schema": schema}})
     first, second = http.engine.requests
     assert first.grammar is not None and first.grammar == second.grammar
+
+
+def test_other_inputs_may_be_there_if_they_are_empty(http):
+    """As sglang.bench_serving sends them."""
+    body = BASE | {"image_data": [], "lora_path": "", "logprob_start_len": -1}
+    assert http.post(PATH, body | {"return_logprob": False}).status_code == 200
+    assert http.error(PATH, body | {"lora_path": "x"})["param"] == "lora_path"

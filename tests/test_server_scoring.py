@@ -204,3 +204,20 @@ def test_a_pair_too_long_is_named(reranker):
 def test_the_whole_context_is_scored(http):
     body = LABELS | {"query": [1] * 159, "items": [[2], []]}
     assert http.post(SCORE, body).json()["usage"]["prompt_tokens"] == 319
+
+
+def test_what_a_few_bytes_would_blow_up_is_refused(http):
+    long = "a" * 10_000
+    for path, body, param in (
+        (SCORE, LABELS | {"query": long, "items": ["b"] * 10_000}, "items"),
+        (SCORE, LABELS | {"items": ["b"] * 70_000}, "items"),
+        (SCORE, {"text_1": long, "text_2": ["b"] * 10_000}, "text_2"),
+        (RERANK, {"query": long, "documents": ["b"] * 10_000}, "documents"),
+        (CLASSIFY, {"input": [long] * 100, "labels": ["bc"] * 100}, "input"),
+        (CLASSIFY, {"input": ["a"] * 70_000, "labels": ["b"]}, "input"),
+        ("/v1/embeddings", {"input": [[1]] * 70_000}, "input"),
+        ("/v1/completions", {"prompt": [[1]] * 100, "n": 1024}, "prompt"),
+    ):
+        error = http.error(path, body)
+        assert error["param"] == param and "several requests" in error["message"]
+    assert not http.engine.requests

@@ -7,9 +7,12 @@ is part of it. Without them the model's own classifier answers, if its checkpoin
 first. Input, in all forms that embeddings take, may fill the context.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+from jaxprefill.admission import Prompt
 from jaxprefill.errors import RequestError
+from jaxprefill.readings import Reading, Readings
 from jaxprefill.server.completions import prompts_of
 from jaxprefill.server.context import Call, size_of
 from jaxprefill.server.fields import BaseBody
@@ -28,30 +31,14 @@ class ClassifyBody(BaseBody, kw_only=True):
 async def classify(call: Call, body: ClassifyBody) -> Any:
     """Answers one body."""
     texts = prompts_of(body.input, "input")
-    names, classifier = _names(call, body), call.model.config.classifier
-    rows: list[list[float]]
-    if body.labels is not None or body.label_token_ids is not None:
-        rows, completions = await call.read(
-            size_of(texts),
-            lambda readings: (
-                readings.choose(texts, body.labels, name="input")
-                if body.labels is not None
-                else readings.label_shares(texts, body.label_token_ids, name="input")
-            ),
-        )
-    elif classifier is None:
-        raise RequestError(
-            "labels or label_token_ids must be given, as this model has no classifier of its own",
-            param="labels",
-        )
-    else:
-        scores, completions = await call.read(
-            size_of(texts),
-            lambda readings: readings.classify(
-                texts, apply_activation=body.use_activation, name="input"
-            ),
-        )
-        rows = scores.tolist()
+    names, make = _names(call, body), _reading(call, body, texts)
+    labels = body.labels if isinstance(body.labels, list) else []
+    rows, completions = await call.read(
+        make,
+        name="input",
+        count=len(texts),
+        size=size_of(texts) * max(len(labels), 1) + size_of(labels) * len(texts),
+    )
     return {
         "id": f"classify-{call.request_id}",
         "object": "list",
@@ -68,6 +55,23 @@ async def classify(call: Call, body: ClassifyBody) -> Any:
         ],
         "usage": usage_of_prompts(completions),
     }
+
+
+def _reading(
+    call: Call, body: ClassifyBody, texts: list[Prompt]
+) -> Callable[[Readings], Reading[list[list[float]]]]:
+    if body.labels is not None:
+        return lambda readings: readings.choose(texts, body.labels, name="input")
+    if body.label_token_ids is not None:
+        return lambda readings: readings.label_shares(texts, body.label_token_ids, name="input")
+    if call.model.config.classifier is None:
+        raise RequestError(
+            "labels or label_token_ids must be given, as this model has no classifier of its own",
+            param="labels",
+        )
+    return lambda readings: readings.classify(
+        texts, apply_activation=body.use_activation, name="input"
+    ).then(lambda scores: scores.tolist())
 
 
 def _names(call: Call, body: ClassifyBody) -> list[str]:

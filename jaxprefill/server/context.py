@@ -8,9 +8,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxprefill.admission import NOTHING_MORE, Admission, Prompt, Wants, naming_item
+from jaxprefill.admission import (
+    NOTHING_GENERATED,
+    NOTHING_MORE,
+    Admission,
+    Prompt,
+    Wants,
+    naming_item,
+)
 from jaxprefill.client import EngineClient, ServedModel
-from jaxprefill.readings import NOTHING_GENERATED, Reading, Readings
+from jaxprefill.errors import RequestError
+from jaxprefill.readings import Reading, Readings
 from jaxprefill.request import Completion, Request, SamplingParams
 from jaxprefill.server.api_error import ApiError, unavailable
 from jaxprefill.server.generation import Generation
@@ -22,6 +30,8 @@ from jaxprefill.tokenizer import Tokenizer
 T = TypeVar("T")
 
 _OFF_LOOP_SIZE = 4096  # characters or ids from which the event loop does not wait for tokenizing
+_MAX_SEQUENCES = 65536  # of one call, so that no body of a few bytes takes all memory
+_MAX_SIZE = 2**26  # characters and ids of one call, when what stands once is repeated
 
 
 def size_of(value: Any) -> int:
@@ -30,6 +40,19 @@ def size_of(value: Any) -> int:
         return len(value) if isinstance(value, str) else 1
     items: list[Any] = value
     return sum(len(item) if isinstance(item, (str, list)) else 1 for item in items)
+
+
+def check_batch(name: str, count: int, size: int = 0) -> None:
+    """Raises RequestError where one call asks for absurdly much."""
+    for found, most, what in (
+        (count, _MAX_SEQUENCES, "sequences"),
+        (size, _MAX_SIZE, "characters"),
+    ):
+        if found > most:
+            raise RequestError(
+                f"{name} must make at most {most} {what}, got {found}; send several requests",
+                param=name,
+            )
 
 
 class ServerContext:
@@ -179,6 +202,7 @@ class Call:
         admission, count = self.context.admission(), len(prompts)
         each = [params] * count if isinstance(params, SamplingParams) else params
         asked = [wants] * count if isinstance(wants, Wants) else wants
+        check_batch(name, sum(one.n for one in each))
 
         def build() -> list[Request]:
             found: list[Request] = []
@@ -191,14 +215,15 @@ class Call:
         return await self.off_loop_if_long(sum(map(len, prompts)), build)
 
     async def read(
-        self, size: int, make: Callable[[Readings], Reading[T]]
+        self, make: Callable[[Readings], Reading[T]], *, name: str, count: int, size: int
     ) -> tuple[T, list[Completion]]:
-        """Runs prompts for what their rows tell, of texts and ids of `size` altogether.
+        """Runs `count` prompts for what their rows tell, of `size` characters and ids altogether.
 
         Raises:
             RequestError: `make` or a prompt is at fault; nothing ran.
             JaxPrefillError: as `run`.
         """
+        check_batch(name, count, size)
         readings = Readings(self.model.config, self.context.admission())
         reading = await self.off_loop_if_long(size, lambda: make(readings))
         requests = await self.requests(

@@ -33,10 +33,12 @@ async def embeddings(call: Call, body: EmbeddingBody) -> Any:
     if body.encoding_format not in ("float", "base64"):
         raise wrong("encoding_format", "float or base64", body.encoding_format)
     vectors, completions = await call.read(
-        size_of(texts),
         lambda readings: readings.embed(
             texts, dimensions=body.dimensions, normalize=body.normalize, name="input"
         ),
+        name="input",
+        count=len(texts),
+        size=size_of(texts),
     )
     is_base64 = body.encoding_format == "base64"
     return {

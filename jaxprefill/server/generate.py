@@ -32,7 +32,7 @@ from jaxprefill.server.generation import Generation
 from jaxprefill.server.replies import EventStream, floored
 
 DEFAULT_NEW_TOKENS = 128
-_OTHER_INPUTS = ("input_embeds", "image_data", "audio_data", "video_data")
+_OTHER_INPUTS = ("input_embeds", "image_data", "audio_data", "video_data", "lora_path")
 _OTHER_CONSTRAINTS = ("regex", "ebnf", "structural_tag", "stop_regex")
 
 
@@ -52,6 +52,7 @@ class GenerateBody(BaseBody, kw_only=True):
     image_data: Any = None
     audio_data: Any = None
     video_data: Any = None
+    lora_path: Any = None
 
 
 class GenerateSampling(SamplingFields, kw_only=True):
@@ -212,9 +213,10 @@ def _finish_reason(done: Completion) -> dict[str, Any]:
 
 def _prompts(body: GenerateBody) -> list[Prompt]:
     for name in _OTHER_INPUTS:
-        if getattr(body, name) is not None:
+        if getattr(body, name):
             raise RequestError(
-                f"{name} must be left out: this model reads texts and ids", param=name
+                f"{name} must be left out: one model is served, and it reads texts and ids",
+                param=name,
             )
     if (body.text is None) == (body.input_ids is None):
         what = "neither" if body.text is None else "both"

@@ -68,8 +68,8 @@ async def _score_labels(call: Call, body: ScoreBody) -> dict[str, Any]:
         raise RequestError(f"{missing} must be given: a body holds {shapes}", param=missing)
     if isinstance(body.items, list) and not body.items:
         raise wrong("items", "a list of at least one text or list of ids", body.items)
+    count = len(body.items) if isinstance(body.items, list) else 1
     scores, completions = await call.read(
-        size_of(body.items) + size_of(body.query),
         lambda readings: readings.score(
             body.query,
             body.items,
@@ -77,6 +77,9 @@ async def _score_labels(call: Call, body: ScoreBody) -> dict[str, Any]:
             apply_softmax=body.apply_softmax,
             item_first=body.item_first,
         ),
+        name="items",
+        count=count,
+        size=size_of(body.query) * count + size_of(body.items),
     )
     return {
         "id": f"score-{call.request_id}",
@@ -92,8 +95,10 @@ async def _score_pairs(call: Call, body: ScoreBody, names: tuple[str, str]) -> d
     _check_one_shape(body, names)
     pairs = _pairs(body, names)
     scores, completions = await call.read(
-        sum(len(first) + len(second) for first, second in pairs),
         lambda readings: readings.pairs(pairs, instruction=body.instruction, name=names[1]),
+        name=names[1],
+        count=len(pairs),
+        size=sum(len(first) + len(second) for first, second in pairs),
     )
     return {
         "id": f"score-{call.request_id}",
@@ -149,8 +154,10 @@ async def rerank(call: Call, body: RerankBody) -> Any:
     if body.top_n is not None and body.top_n < 1:
         raise wrong("top_n", "an integer of at least 1", body.top_n)
     scores, completions = await call.read(
-        size_of(documents) + len(body.query) * len(documents),
         lambda readings: readings.rerank(body.query, documents, body.instruction),
+        name="documents",
+        count=len(documents),
+        size=size_of(documents) + len(body.query) * len(documents),
     )
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
     results: list[dict[str, Any]] = []

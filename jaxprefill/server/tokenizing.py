@@ -60,7 +60,8 @@ async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
             tokenizer.encode(text, add_special_tokens=body.add_special_tokens) for text in texts
         ]
 
-    rows = await call.off_loop_if_long(size_of(texts), encode)
+    is_short = body.prompt is not None and size_of(texts) < 1000
+    rows = encode() if is_short else await call.context.off_loop(encode)
     is_list = isinstance(body.prompt, list)
     counts = [len(ids) for ids in rows]
     reply: dict[str, Any] = {
@@ -79,15 +80,14 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     given = body.tokens
     is_list = isinstance(given, list) and any(isinstance(item, list) for item in given)
     rows: list[Any] = given if is_list else [given]
-    for row in rows:
-        _check_ids(row, call.model.config.vocab_size)
-    tokenizer = call.model.tokenizer
-    texts = await call.off_loop_if_long(
-        sum(map(len, rows)),
-        lambda: [
-            tokenizer.decode(row, skip_special_tokens=body.skip_special_tokens) for row in rows
-        ],
-    )
+
+    def decode() -> list[str]:
+        for row in rows:
+            _check_ids(row, call.model.config.vocab_size)
+        decode_one = call.model.tokenizer.decode
+        return [decode_one(row, skip_special_tokens=body.skip_special_tokens) for row in rows]
+
+    texts = await call.off_loop_if_long(size_of(given), decode)
     text = texts if is_list else texts[0]
     return {"text": text, "prompt": text}
 
