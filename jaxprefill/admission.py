@@ -111,7 +111,7 @@ class Admission:
             self._check_characters(prompt)
             ids = tuple(self.tokenizer.encode(prompt))
         else:
-            ids = tuple(_as_id(token) for token in prompt)
+            ids = _as_ids(prompt)
         if not ids:
             raise RequestError(
                 f"prompt must hold at least one token, got {prompt!r}", param="prompt"
@@ -198,9 +198,18 @@ def naming_item(name: str, index: int, count: int) -> Generator[None]:
 
 
 def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for token in ids:
         if not 0 <= token < vocab_size:
             raise _wrong_id(param, f"0 to {vocab_size - 1}", token)
+
+
+def _as_ids(prompt: Sequence[Any]) -> tuple[int, ...]:
+    ids = tuple(prompt)
+    if set(map(type, ids)) <= {int}:  # as nearly always; bool is another type
+        return ids
+    return tuple(_as_id(token) for token in ids)
 
 
 def _as_id(token: Any, param: str = "prompt") -> int:

@@ -42,6 +42,15 @@ _FIELDS: dict[str, Schema] = {
     "input": _PROMPTS,
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
     "input_ids": {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
+    "text": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]},
+    "items": _PROMPTS,
+    "documents": {
+        "anyOf": [
+            _TEXT,
+            {"type": "array", "items": {"type": ["string", "object"]}, "minItems": 1},
+        ]
+    },
+    "tokens": {"type": "array"},
     "label_token_ids": _IDS,
     "labels": {"type": "array", "items": _TEXT, "minItems": 1},
     "encoding_format": {"enum": ["float", "base64"]},
