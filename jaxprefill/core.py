@@ -137,7 +137,8 @@ class EngineCore:
             self.abort(state.request.id)
             self.cache.flush()  # what it leaves there would spoil whoever begins alike
             return RequestUpdate(state.request.id, finish_reason="error")
-        store_logprobs(row.nodes, row.first_position, row.logprobs, self.cache.page_size)
+        size = self.cache.page_size
+        store_logprobs(row.nodes, row.first_position, row.logprobs, size, row.tops)
         is_open = True
         if token is not None:
             state.output_ids.append(token.token)
@@ -146,11 +147,12 @@ class EngineCore:
         if reason is not None:
             self.abort(state.request.id)
         found, state.found_logprobs = state.found_logprobs, []
+        tops, state.found_tops = state.found_tops, []
         return RequestUpdate(
             state.request.id,
             tokens=_cut(token, state.request.params.logprobs),
             prompt_logprobs=(*found, *row.logprobs),
-            prompt_top=tuple(row.tops),
+            prompt_top=(*tops, *row.tops),
             label_scores=tuple(row.labels),
             hidden_sum=row.hidden_sum,
             class_logits=row.class_logits,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxprefill import SamplingParams
+from jaxprefill.admission import Wants
 from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.step import PendingStep
 from tests.reference import greedy, prompt_logprobs, reference_logits
@@ -393,3 +394,34 @@ def test_a_priority_is_an_integer(engine, priority):
 def test_only_none_means_default_params(engine, params):
     with pytest.raises(RequestError, match="params must be"):
         engine.generate("a", params)
+
+
+def test_the_likeliest_tokens_of_a_prompt_come_from_the_pages_too(engine):
+    ids = random_prompt(44, seed=77)
+    engine.flush_cache()
+
+    def ask(num_top: int):
+        wants = Wants(prompt_logprobs=True, prompt_top=num_top)
+        params = SamplingParams(max_tokens=1, temperature=0)
+        return engine._loop.run(engine._requests([ids], [params], wants=wants))[0]
+
+    first, again, wider = ask(1), ask(1), ask(3)
+    assert (first.cached_tokens, again.cached_tokens, wider.cached_tokens) == (
+        0,
+        39,
+        0,
+    )  # row 39 scores token 40
+    for one, num_top in ((first, 1), (again, 1), (wider, 3)):
+        assert one.prompt_logprobs == pytest.approx(first.prompt_logprobs, abs=1e-4)
+        assert one.prompt_top_logprobs[0] is None
+        rows = zip(
+            ids,
+            one.prompt_logprobs,
+            one.prompt_top_logprobs,
+            wider.prompt_top_logprobs,
+            strict=True,
+        )
+        for token, logprob, top, widest in list(rows)[1:]:
+            assert top[token] == logprob and num_top <= len(top) <= num_top + 1
+            assert max(top.values()) == pytest.approx(max(widest.values()), abs=1e-4)
+    assert engine.stats()["compilations_after_ready"] == 0

@@ -11,7 +11,7 @@ A node lives as long as a lease holds it, and after that until its page is neede
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxprefill.cache.pages import PageAllocator
@@ -28,6 +28,7 @@ class PrefixNode:
         is_ready: whether its KV was dispatched; until then only its maker may use it.
         logprobs: of the page's tokens given all before them, None where not known. They depend
             on the prefix alone, so that scoring may skip what was scored before.
+        best: the likeliest id in the place of each of these tokens, and its logprob.
     """
 
     parent: "PrefixNode | None"
@@ -37,6 +38,7 @@ class PrefixNode:
     num_holders: int = 0
     children: dict[PageKey, "PrefixNode"] = field(default_factory=dict["PageKey", "PrefixNode"])
     logprobs: list[float | None] = field(default_factory=list["float | None"])
+    best: list[tuple[int, float] | None] = field(default_factory=list["tuple[int, float] | None"])
 
 
 @dataclass(eq=False)
@@ -60,15 +62,25 @@ class Match:
 
 
 def store_logprobs(
-    nodes: Sequence[PrefixNode], position: int, logprobs: Sequence[float], page_size: int
+    nodes: Sequence[PrefixNode],
+    position: int,
+    logprobs: Sequence[float],
+    page_size: int,
+    tops: Sequence[Mapping[int, float]] = (),
 ) -> None:
-    """Keeps the logprobs of the tokens from `position` on, as far as they stand in full pages."""
+    """Keeps the logprobs of the tokens from `position` on, as far as they stand in full pages.
+
+    Of `tops`, the likeliest ids in their places if any are known, the first is kept.
+    """
     for at, value in enumerate(logprobs, position):
         if at // page_size >= len(nodes):
             return
-        node = nodes[at // page_size]
+        node, place = nodes[at // page_size], at % page_size
         node.logprobs = node.logprobs or [None for _ in range(page_size)]
-        node.logprobs[at % page_size] = value
+        node.logprobs[place] = value
+        if tops:
+            node.best = node.best or [None for _ in range(page_size)]
+            node.best[place] = max(tops[at - position].items(), key=lambda pair: pair[1])
 
 
 class PrefixCache:

@@ -18,12 +18,14 @@ class Hit:
         num_shared: tokens whose KV is there.
         num_computed: of these, tokens whose rows need not be computed again either.
         logprobs: of the next prompt tokens to be scored.
+        tops: the likeliest id in the place of each, where one is wanted, and the token itself.
     """
 
     match: Match
     num_shared: int
     num_computed: int
     logprobs: tuple[float, ...] = ()
+    tops: tuple[dict[int, float], ...] = ()
 
 
 class Status(Enum):
@@ -54,7 +56,7 @@ class RequestState:
         num_scored: prompt positions whose logprob is dispatched or was found in the cache.
         num_pooled: prompt positions whose hidden row is dispatched to the embedding.
         num_cached: prompt tokens the first admission found computed.
-        found_logprobs: logprobs from the cache, not yet handed out.
+        found_logprobs, found_tops: what the cache knew of the prompt, not yet handed out.
         matcher: follows the output through the request's grammar.
         added_at, started_at: when it came, and when its first step was dispatched (monotonic).
         is_timed: `take_times` has told.
@@ -75,6 +77,7 @@ class RequestState:
     num_pooled: int = 0
     num_cached: int | None = None
     found_logprobs: list[float] = field(default_factory=list[float])
+    found_tops: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
     slot: int | None = None
     is_slot_ready: bool = False
     lease: Lease = field(default_factory=Lease)
@@ -136,25 +139,32 @@ class RequestState:
         logprobs of their tokens. The last token is always computed: something reads its row.
         """
         scored, prompt = self.num_scored, self.request.prompt_length
-        found = list[float]()
+        found, tops = list[float](), list[dict[int, float]]()
         for index, node in enumerate(match.nodes if self._can_recall(scored) else ()):
             start, end = index * page_size, min((index + 1) * page_size, prompt)
             known = node.logprobs[max(scored - start, 0) : end - start]
             new = [value for value in known if value is not None]
             if len(new) < end - scored:
                 break
+            if self.request.num_prompt_top:
+                best = [one for one in node.best[scored - start : end - start] if one is not None]
+                if len(best) < len(new):
+                    break
+                own = zip(self.request.prompt_ids[scored:end], new, strict=True)
+                tops += [dict((first, each)) for first, each in zip(best, own, strict=True)]
             found += new
             scored = max(scored, end)
         most = scored - 1 if self._wants_logprob(scored) else self.target - 1
         shared = len(match.nodes) * page_size
-        return Hit(match, shared, min(shared, most, self.target - 1), tuple(found))
+        num_computed = min(shared, most, self.target - 1)
+        return Hit(match, shared, num_computed, tuple(found), tuple(tops))
 
     def _wants_logprob(self, position: int) -> bool:
         return self.request.wants_prompt_logprobs and position < self.request.prompt_length
 
     def _can_recall(self, position: int) -> bool:
-        """Whether pages may know the logprob: they keep none of other ids."""
-        return self._wants_logprob(position) and not self.request.num_prompt_top
+        """Whether pages may know the logprob: of other ids they keep the likeliest one's."""
+        return self._wants_logprob(position) and self.request.num_prompt_top <= 1
 
     def start(self, lease: Lease, slot: int, hit: "Hit") -> None:
         """Admitted: continues behind what the cache spares."""
@@ -162,6 +172,7 @@ class RequestState:
         self.num_computed = hit.num_computed
         self.num_settled = self.num_shared = hit.num_shared
         self.found_logprobs += hit.logprobs
+        self.found_tops += hit.tops
         self.num_scored += len(hit.logprobs)
         self.num_cached = hit.num_computed if self.num_cached is None else self.num_cached
 
