@@ -1,25 +1,36 @@
 """Latency of prefill and decode steps: body + greedy head, host metadata included.
 
-    python -m benchmarks.prefill_latency --shape qwen3-8b      on a GPU
+    python -m benchmarks.prefill_latency --shape qwen3-8b      on a GPU, torch's peer beside it
     python -m benchmarks.prefill_latency --tiny                on a CPU, in seconds
 
 A case is tokens x requests + cached prefix ("30x1+4096"), or d + slots + prefix for a decode step
-("d16+512"). One JSON file under results/, one table on the terminal.
+("d16+512"). Results go to one JSON file and, with the extra `bench`, a plot; a table to the
+terminal. Milliseconds of a row, medians:
+
+    wall      from the batch on the host to the device's last write
+    value     to the tokens on the host
+    busy      of steps in a row: what the device needs where that is more than the host
+    dispatch  the host's time until the body is launched, after a wait; `hot` of steps in a row
+    floor     weights and cached keys at the rate of a read-only stream, or the products of body
+              and attention at the card's rate: the longer
 """
 
 import argparse
+import collections
+import gc
 import json
-import os
 import re
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.cases import Case
 from benchmarks.graphs import GraphLog
+from benchmarks.report import plot, print_table
 
 if TYPE_CHECKING:
     from benchmarks.rig import Rig, RigSizes
@@ -29,38 +40,14 @@ if TYPE_CHECKING:
 SHAPES = ("qwen3-8b", "qwen3-4b", "qwen3-1.7b", "qwen3-0.6b", "tiny")
 PATHS = ("full", "layerwise", "eager")
 GPU_CASES = (
-    "30x1,16x1,1x1,32x16,64x1,128x1,128x16,256x1,512x1,512x16,d1+1024,d16+1024,d64+1024,"
-    "8x1+4096,30x1+4096,30x1+32768,32x16+4096,2048x1,2048x16,8192x1"
+    "1x1,8x1,16x1,30x1,30x16,64x1,128x1,128x16,256x1,512x1,512x16,2048x1,2048x16,8192x1,8192x16,"
+    "d1+1024,d16+1024,d64+1024,8x1+4096,30x1+4096,8x1+32768,30x1+32768,128x16+4096,480x16+4096,"
+    "128x16+32768,480x16+32768"
 )
+ALL_PATHS_UP_TO = 2048  # tokens without a prefix; beyond, what matters is the same on every path
 CONTEXTS = (4096, 8192)  # and --max-context: a case takes the least that holds it
 TINY_CASES = "16x1,30x4+32,64x1,d4+32"
-H200_FLOPS = 790e12  # bfloat16 products a second, measured on random numbers
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Case:
-    """`num_tokens` new tokens of `num_requests`, each behind `prefix` cached ones."""
-
-    num_tokens: int
-    num_requests: int
-    prefix: int
-    is_decode: bool
-
-    @staticmethod
-    def parse(text: str) -> "Case":
-        """From "30x1+4096" or "d16+512"."""
-        body, _, prefix = text.strip().partition("+")
-        if body.startswith("d"):
-            slots = int(body[1:])
-            return Case(slots, slots, int(prefix or 0), True)
-        tokens, _, requests = body.partition("x")
-        return Case(int(tokens), int(requests or 1), int(prefix or 0), False)
-
-    def lens(self) -> list[int]:
-        """New tokens of each request, as even as can be."""
-        share, extra = divmod(self.num_tokens, self.num_requests)
-        return [share + (index < extra) for index in range(self.num_requests)]
 
 
 def main() -> None:
@@ -72,13 +59,18 @@ def main() -> None:
     meta = describe(rig, args)
     if log is not None:
         meta["mix"] = mix_executables(rig, log)
+    if args.ladder:
+        meta["ladder"] = load_ladder(rig, log)
+    if args.peer:
+        meta["peer"], peer_rows = run_peer(rig, args)
+        rows += peer_rows
     report = {"meta": meta, "rows": rows}
     out = Path(args.out or RESULTS / f"prefill_latency_{args.shape}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1))
+    out.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report)
-    if args.peer:
-        run_peer(args)
+    if args.plot:
+        plot(report, out.with_suffix(".png"))
 
 
 def parse_args() -> argparse.Namespace:
@@ -90,13 +82,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=16, help="request slots of a prefill bucket")
     parser.add_argument("--max-context", type=int, default=40960)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--pool-tokens", type=int, default=131072)
+    parser.add_argument("--pool-tokens", type=int, default=540672)
     parser.add_argument("--attention", default="auto", help="attention backend")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--threads", type=int, default=8, help="compile threads")
     parser.add_argument("--graphs", action="store_true", help="read XLA's log and dump (GPU)")
+    parser.add_argument("--ladder", action="store_true", help="load the whole default ladder")
+    parser.add_argument("--plot", action="store_true", help="draw it (extra bench)")
+    parser.add_argument("--commit", default="", help="of the source, where git does not say")
     parser.add_argument("--budget", type=float, default=1e9, help="start no case after, seconds")
-    parser.add_argument("--peer", action="store_true", help="also run peers/torch_prefill.py")
+    parser.add_argument("--peer", action="store_true", help="also run torch's design")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     args.started = time.perf_counter()
@@ -138,7 +133,10 @@ def build(args: argparse.Namespace) -> "Rig":
 
 def paths(case: Case, args: argparse.Namespace) -> list[str]:
     """The paths a case is measured on."""
-    return ["decode"] if case.is_decode else args.paths.split(",")
+    if case.is_decode:
+        return ["decode"]
+    has_all = case.prefix == 0 and case.num_requests == 1 and case.num_tokens <= ALL_PATHS_UP_TO
+    return [path for path in args.paths.split(",") if path == "full" or has_all]
 
 
 def key_of(case: Case, path: str, sizes: "RigSizes") -> "ShapeKey":
@@ -172,6 +170,7 @@ def measure_cases(
     rig: "Rig", args: argparse.Namespace, log: GraphLog | None
 ) -> list[dict[str, Any]]:
     """One row a (case, path); a line is printed as each is done."""
+    from benchmarks.floors import floor_ms, flops, weight_stream
     from benchmarks.rig import make_batch
 
     rows: list[dict[str, Any]] = []
@@ -196,6 +195,7 @@ def measure_cases(
                 log.read()
             row |= measure(rig, path, key, batch, args.repeats)
             row |= {"temp_bytes": rig.temp_bytes[path, key], "floor_ms": floor_ms(rig, case, floor)}
+            row["tflops_per_s"] = round(flops(rig, case) / row["wall_ms"] / 1e9, 1)
             if log is not None:
                 row |= graph_facts(log, path, key)
             rows.append(row)
@@ -219,88 +219,51 @@ def measure(
     import jax
     import numpy as np
 
-    from benchmarks.rig import step
-
-    def whole() -> Any:
-        return step(rig, path, key, batch)
+    from benchmarks.floors import in_a_row
+    from benchmarks.rig import run_head
+    from jaxprefill.kernels.device import spin_until_ready
 
     def body() -> Any:
         rig.executables[path, key].run(rig.state, batch)
         return rig.state.hidden
 
+    def whole() -> Any:
+        body()
+        return run_head(rig, batch)
+
     warm_ms = in_a_row(whole, 5)
     repeats = max(min(most_repeats, int(800 / warm_ms)), min(most_repeats, 10))
-    samples: dict[str, list[float]] = {"dispatch_ms": [], "wall_ms": [], "value_ms": []}
+    samples = collections.defaultdict[str, list[float]](list)
     for index in range(2 * repeats):
         begun = time.perf_counter()
-        out = whole()
+        body()
         dispatched = time.perf_counter()
+        out = run_head(rig, batch)
+        if index % 2:
+            out.copy_to_host_async()
+        spin_until_ready(out)
         if index % 2:
             np.asarray(out)
         else:
             jax.block_until_ready((rig.state.hidden, rig.state.pools, out))
         done = time.perf_counter()
-        samples["value_ms" if index % 2 else "wall_ms"].append(done - begun)
-        samples["dispatch_ms"].append(dispatched - begun)
-    result = {name: round(statistics.median(s) * 1e3, 3) for name, s in samples.items()}
+        samples["value" if index % 2 else "wall"].append(done - begun)
+        samples["dispatch"].append(dispatched - begun)
+    for _ in range(8):
+        begun = time.perf_counter()
+        body()
+        samples["hot_dispatch"].append(time.perf_counter() - begun)
+    result = {f"{name}_ms": _ms(statistics.median(found)) for name, found in samples.items()}
     return result | {
-        "wall_min_ms": round(min(samples["wall_ms"]) * 1e3, 3),
+        "wall_min_ms": _ms(min(samples["wall"])),
         "busy_ms": in_a_row(whole, repeats),
         "body_busy_ms": in_a_row(body, repeats),
         "repeats": repeats,
     }
 
 
-def in_a_row(call: Any, repeats: int) -> float:
-    """Milliseconds a call when none is awaited but the last."""
-    import jax
-
-    rounds: list[float] = []
-    for _ in range(3):
-        jax.block_until_ready(call())
-        begun = time.perf_counter()
-        for _ in range(repeats - 1):
-            call()
-        jax.block_until_ready(call())
-        rounds.append((time.perf_counter() - begun) / repeats)
-    return round(min(rounds) * 1e3, 3)
-
-
-def weight_stream(rig: "Rig") -> dict[str, float]:
-    """The floor: the rate of a read-only pass over the largest weights, and what it means."""
-    import jax
-    import jax.numpy as jnp
-
-    named = dict(zip(rig.tree.paths, rig.state.leaves, strict=True))
-    large = [leaf for path, leaf in named.items() if path.endswith("gate_up")]
-
-    def largest(leaves: list[jax.Array]) -> jax.Array:
-        return jnp.stack([jnp.max(leaf.reshape(-1)) for leaf in leaves])
-
-    read = jax.jit(largest).lower(large).compile(compiler_options=rig.options)
-    rate = sum(leaf.nbytes for leaf in large) / in_a_row(lambda: read(large), 10)  # bytes a ms
-    body = sum(leaf.nbytes for path, leaf in named.items() if path.startswith("layers."))
-    head = rig.state.head.nbytes
-    return {
-        "body_bytes": body,
-        "head_bytes": head,
-        "read_tb_per_s": round(rate / 1e9, 3),
-        "body_ms": round(body / rate, 3),
-        "body_and_head_ms": round((body + head) / rate, 3),
-    }
-
-
-def floor_ms(rig: "Rig", case: Case, floor: dict[str, float]) -> float:
-    """Weights and cached keys at the stream's rate, or the products at the card's: the longer."""
-    import jax
-
-    cached = case.prefix * case.num_requests * rig.state.pools[0].nbytes / rig.sizes.pool_tokens
-    read = floor["body_and_head_ms"] + cached / (floor["read_tb_per_s"] * 1e9)
-    named = zip(rig.tree.paths, rig.state.leaves, strict=True)
-    weights = sum(leaf.size for path, leaf in named if path.startswith("layers."))
-    is_h200 = "H200" in jax.devices()[0].device_kind
-    multiply = 2 * weights * case.num_tokens / H200_FLOPS * 1e3 if is_h200 else 0.0
-    return round(max(read, multiply), 3)
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
 
 
 def mix_executables(rig: "Rig", log: GraphLog) -> dict[str, Any]:
@@ -333,14 +296,20 @@ def describe(rig: "Rig", args: argparse.Namespace) -> dict[str, Any]:
     import jax
     import jaxlib
 
+    from benchmarks.floors import weight_stream
+
     stats = jax.devices()[0].memory_stats() or {}
     return {
-        "command": " ".join(sys.orig_argv),
-        "device": jax.devices()[0].device_kind,
-        "platform_version": jax.devices()[0].client.platform_version,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "python": sys.version.split()[0],
+        "card": jax.devices()[0].device_kind,
+        "commit": args.commit or commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "platform": jax.devices()[0].client.platform_version,
+            "python": sys.version.split()[0],
+        },
+        "command": "python -m benchmarks.prefill_latency " + " ".join(sys.argv[1:]),
         "model": asdict(rig.config),
         "note": "random weights",
         "dtype": rig.dtype.name,
@@ -354,27 +323,64 @@ def describe(rig: "Rig", args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def print_table(report: dict[str, Any]) -> None:
-    meta = report["meta"]
-    print(f"\n{meta['device']}, jax {meta['jax']}, {meta['attention']}, floor {meta['floor']}")
-    names = ("wall_ms", "value_ms", "dispatch_ms", "busy_ms", "floor_ms")
-    print(f"{'tokens':>7}{'reqs':>5}{'prefix':>7}  {'path':10}", *(f"{name:>12}" for name in names),
-          " over floor  graphs  nodes  updates  temp_mb")  # fmt: skip
-    for row in report["rows"]:
-        head = f"{row['tokens']:7}{row['requests']:5}{row['prefix']:7}  {row['path']:10}"
-        facts = (row.get(name, "") for name in ("graphs", "nodes", "graph_updates"))
-        print(head, *(f"{row[name]:12.3f}" for name in names),
-              f"{row['wall_ms'] / row['floor_ms']:11.2f}", *(f"{fact!s:>7}" for fact in facts),
-              f"{row['temp_bytes'] / 1e6:9.1f}")  # fmt: skip
+def commit() -> str:
+    """Of the checkout that this file lies in."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def run_peer(args: argparse.Namespace) -> None:
-    """The torch peer, in a process of its own."""
-    script = Path(__file__).parent / "peers" / "torch_prefill.py"
-    if not script.exists():
-        sys.exit(f"no peer at {script}")
-    flags = ["--tiny", "--cpu"] if args.tiny else []
-    subprocess.run([sys.executable, str(script), *flags], check=True, env=dict(os.environ))
+def run_peer(rig: "Rig", args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(versions, rows) of the torch peer, in a process of its own, on the cases it can take."""
+    cases = [Case.parse(text) for text in args.cases.split(",")]
+    config = rig.config
+    sizes = {
+        "hidden": config.hidden_size,
+        "mlp": config.mlp_size,
+        "layers": config.num_layers,
+        "q_heads": config.num_q_heads,
+        "kv_heads": config.num_kv_heads,
+        "dim": config.head_dim,
+        "vocab": config.vocab_size,
+        "theta": config.rope.theta,
+        "repeats": args.repeats,
+        "cases": [
+            (case.num_tokens, case.num_requests, key_of(case, "full", rig.sizes).num_tokens)
+            for case in cases
+            if not case.is_decode and case.prefix == 0 and case.num_requests <= 16
+        ],
+    }
+    command = [sys.executable, "-m", "benchmarks.peers.torch_prefill", json.dumps(sizes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode:
+        print(f"the peer stopped: {done.stderr[-2000:]}", file=sys.stderr)
+    versions = lines[0] if lines else {"error": done.stderr[-500:]}
+    return versions, [{"shape": args.shape} | row for row in lines[1:]]
+
+
+def load_ladder(rig: "Rig", log: GraphLog | None) -> dict[str, Any]:
+    """Device memory that the default ladder takes once loaded and run, and its graphs."""
+    from benchmarks.floors import free_device_memory
+    from benchmarks.rig import compile_paths
+    from jaxprefill.prefill.buckets import GPU_BUCKETS, ShapeKey
+
+    keys = [ShapeKey(tokens, rig.sizes.num_slots, CONTEXTS[-1]) for tokens in GPU_BUCKETS]
+    rig.executables.clear()
+    gc.collect()
+    before, begun = free_device_memory(), time.perf_counter()
+    compile_paths(rig, {("full", key) for key in keys})
+    compiled = time.perf_counter()
+    warm(rig)
+    found: dict[str, Any] = {
+        "executables": len(keys),
+        "compile_s": round(compiled - begun, 1),
+        "lost_bytes": before - free_device_memory(),
+        "max_temp_bytes": max(rig.temp_bytes["full", key] for key in keys),
+    }
+    if log is not None:
+        names = {str(key): re.sub(r"\W+", "_", f"full {key}") for key in keys}
+        found["graphs"] = {key: log.of_module(name)._asdict() for key, name in names.items()}
+    return found
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class Rig:
 
 
 def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Rig:
-    """Random weights and zero caches; no executable yet."""
+    """Random weights and cached keys; no executable yet."""
     config, mesh = MODELS[sizes.model], make_mesh()
     tree, everywhere = model_tree(config, dtype, mesh), replicated(mesh)
     leaves = random_leaves(tree)
@@ -121,7 +121,7 @@ def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Ri
     state = DeviceState(
         leaves=leaves,
         head=tree.head(leaves),
-        pools=tuple(jnp.zeros(one.shape, one.dtype, device=one.sharding) for one in pools),
+        pools=tuple(map(random_pool, pools)),
         hidden=zeros(sizes.max_tokens, config.hidden_size, dtype=dtype),
         last_tokens=zeros(64),
         history=zeros(1, 1),
@@ -129,6 +129,14 @@ def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Ri
         small_blocks=reserve_small_blocks(everywhere) if jax.default_backend() == "gpu" else (),
     )
     return Rig(sizes, tree, backend, dtype, state)
+
+
+def random_pool(pool: jax.ShapeDtypeStruct) -> jax.Array:
+    """One random page of each head, in every page: zeros would be multiplied faster."""
+    parts, heads, _, *page = pool.shape
+    drawn = jax.random.normal(jax.random.key(1), (parts, heads, 1, *page), pool.dtype)
+    fill = jax.jit(lambda one: jnp.broadcast_to(one, pool.shape), out_shardings=pool.sharding)
+    return fill(drawn)
 
 
 def random_leaves(tree: ModelTree) -> tuple[jax.Array, ...]:

@@ -48,6 +48,10 @@ class KernelUnsupported(JaxPrefillError, NotImplementedError):
     """No attention backend can serve this model on this device; lists candidates and reasons."""
 
 
+class KernelError(JaxPrefillError):
+    """A kernel computes wrong numbers on this device; names it, its error and the limit."""
+
+
 def listed(names: Collection[str], *, limit: int = 12) -> str:
     """The first names in order, and how many more there are, for a message."""
     shown = ", ".join(sorted(names)[:limit]) or "none"

@@ -11,6 +11,8 @@ import jax
 from jaxprefill.assembly import Assembly
 from jaxprefill.compat import use_compilation_cache
 from jaxprefill.core import EngineCore
+from jaxprefill.kernels.attention.xla import XLA
+from jaxprefill.kernels.self_check import check_attention, check_products
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.plan import EnginePlan
@@ -20,6 +22,7 @@ from jaxprefill.prefill.compiler import (
     ExecutableRecord,
     compile_all,
 )
+from jaxprefill.prefill.fused import uses_fused_layers
 from jaxprefill.processes import check_agreement
 from jaxprefill.weights.checkpoint import Checkpoint
 from jaxprefill.weights.load import check_names, check_shapes, load_leaves
@@ -48,12 +51,15 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         ConfigError: processes that run one engine do not agree on it.
         CompileError: an executable could not be compiled.
         CheckpointError: the weights do not fit the architecture.
+        KernelError: a kernel computes wrong numbers on this device.
     """
     began = time.perf_counter()
     check_agreement(_identity(plan))
     check_names(checkpoint)  # at once, as shapes below: reading ends after the compilations
     if plan.config.compile_cache != "off":
         use_compilation_cache(plan.config.compile_cache)
+    if plan.device.platform == "gpu":
+        check_kernels(plan)
     mesh = make_mesh(plan.config.tensor_parallel_size)
     tree = model_tree(plan.model, plan.dtype, mesh)
     check_shapes(checkpoint, tree)
@@ -80,6 +86,22 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         "total": time.perf_counter() - began,
     }
     return Started(core, [entry.record for entry in compiled.values()], seconds)
+
+
+def check_kernels(plan: EnginePlan) -> None:
+    """Compares the kernels that this plan uses with plain JAX.
+
+    Raises:
+        KernelError: one of them computes wrong numbers on this device.
+    """
+    model = plan.model
+    heads = (model.num_q_heads, model.num_kv_heads, model.head_dim)
+    if plan.backend is not XLA:
+        check_attention(
+            plan.backend, heads=heads, page_size=plan.config.page_size, dtype=plan.dtype
+        )
+    if uses_fused_layers(model, plan.backend, platform=plan.device.platform, dtype=plan.dtype.name):
+        check_products(plan.dtype)
 
 
 def _identity(plan: EnginePlan) -> str:

@@ -6,7 +6,7 @@ from jaxprefill.models.decoder import DecoderLayer
 from jaxprefill.models.dense import DenseLayer
 
 
-def lacks_fusion(config: ModelConfig, *, platform: str, dtype: str, num_tokens: int) -> str | None:
+def lacks_fusion(config: ModelConfig, *, platform: str, dtype: str) -> str | None:
     """Why the layers of a pass cannot be fused, in words, or None."""
     if config.num_shards > 1:
         return "runs on one device"
@@ -16,9 +16,7 @@ def lacks_fusion(config: ModelConfig, *, platform: str, dtype: str, num_tokens: 
         return f"takes silu, not {config.activation}"
     if config.rotary_dim != config.head_dim:
         return f"rotates whole heads of {config.head_dim}, not {config.rotary_dim} dimensions"
-    return lacks_fused_layer(
-        layer_sizes(config), platform=platform, dtype=dtype, num_tokens=num_tokens
-    )
+    return lacks_fused_layer(layer_sizes(config), platform=platform, dtype=dtype)
 
 
 def layer_sizes(config: ModelConfig) -> LayerSizes:

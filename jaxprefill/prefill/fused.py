@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
+from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention import AttentionBackend
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.decoder_layer import (
@@ -23,20 +24,22 @@ from jaxprefill.prefill.padding import BufferLayout
 def make_body(
     tree: ModelTree, backend: AttentionBackend, layout: BufferLayout, *, platform: str
 ) -> Body:
-    """The pass of one shape: with fused layers where they can be had and are faster."""
-    lack = lacks_fusion(
-        tree.config,
-        platform=platform,
-        dtype=tree.shapes[0].dtype.name,
-        num_tokens=layout.key.num_tokens,
-    )
-    if lack is None and backend is PALLAS_TRITON:
+    """The pass of one shape: with fused layers where they can be had."""
+    dtype = tree.shapes[0].dtype.name
+    if uses_fused_layers(tree.config, backend, platform=platform, dtype=dtype):
         return FusedBody(tree, backend, layout)
     return Body(tree, backend, layout, is_looped=platform == "cpu")
 
 
+def uses_fused_layers(
+    config: ModelConfig, backend: AttentionBackend, *, platform: str, dtype: str
+) -> bool:
+    """Whether `make_body` fuses the layers of this model."""
+    return backend is PALLAS_TRITON and lacks_fusion(config, platform=platform, dtype=dtype) is None
+
+
 class FusedBody(Body):
-    """`Body` for few tokens, where launches and passes over small arrays cost most."""
+    """`Body` with fewer launches, and fewer passes over the rows between its products."""
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class FusedBody(Body):
                 layout.tiles,
                 spec,
                 tiles=self._tiles,
+                sizes=self._sizes,
                 norm_eps=tree.config.norm_eps,
                 interpret=interpret,
             )

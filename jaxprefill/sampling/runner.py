@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jaxprefill.device_state import DeviceState
+from jaxprefill.kernels.device import spin_until_ready
 from jaxprefill.prefill.compiler import Compiled
 from jaxprefill.request import Request
 from jaxprefill.sampling.head import history_row
@@ -187,6 +188,8 @@ class PendingScores(NamedTuple):
 
     def read(self) -> Shaped[np.ndarray, "rows ..."]:
         """Waits for the device."""
+        if self.blocks:
+            spin_until_ready(self.blocks[-1])
         parts = [np.asarray(block) for block in self.blocks]
         whole = [part[: self.block_rows] for part in parts[:-1]]
         tail = self.num_rows - self.block_rows * len(whole)

@@ -1,4 +1,4 @@
-"""A dense decoder layer as six launches, or eleven where XLA's own products win.
+"""A dense decoder layer as six launches, or nine where XLA's own products win.
 
     qkv product | norm and rotate | attention | output product | gate and up product | down product
 
@@ -75,11 +75,14 @@ def make_fused_layer(
     spec: AttentionSpec,
     *,
     tiles: LayerTiles,
+    sizes: LayerSizes,
     norm_eps: float,
     interpret: bool = False,
 ) -> FusedLayer:
     """A layer of one compiled shape; `interpret` runs it on any device, slowly."""
-    attend = make_attend_to_projection(shape, spec, norm_eps=norm_eps, interpret=interpret)
+    attend = make_attend_to_projection(
+        shape, spec, norm_eps=norm_eps, width=sizes.hidden_size, interpret=interpret
+    )
     products = _Products(tiles, norm_eps, interpret)
 
     def layer_pass(
@@ -91,11 +94,11 @@ def make_fused_layer(
         rotary: Float[Array, "2 T half"],
         batch: RaggedBatch,
     ) -> tuple[LayerStream, Shaped[Array, "2 K P S D"]]:
-        qkv, stream = products.qkv(weights, stream)
+        qkv, squares, stream = products.qkv(weights, stream)
         first_page = layer * (pool.shape[2] // (len(norms) // 2))
         heads = qkv.reshape(len(qkv), -1, pool.shape[-1])
         out, pool, arrivals = attend(
-            heads, rotary, weights.qk_norms, pool, batch, first_page, stream.arrivals
+            heads, rotary, weights.qk_norms, pool, batch, first_page, stream.arrivals, squares
         )
         attended, stream = out.reshape(len(out), -1), stream._replace(arrivals=arrivals)
         stream = products.output(attended, weights.output, stream, norms, layer)
@@ -114,11 +117,11 @@ class _Products(NamedTuple):
 
     def qkv(
         self, weights: LayerWeights, stream: LayerStream
-    ) -> tuple[Float[Array, "T outputs"], LayerStream]:
+    ) -> tuple[Float[Array, "T outputs"], Float32[Array, "T parts"] | None, LayerStream]:
+        """With squares, what follows must multiply by the norm's scale."""
         if self.tiles.qkv is None:
-            return xla.project(
-                stream, weights.qkv, weights.qkv_bias, norm_eps=self.norm_eps
-            ), stream
+            found = xla.project(stream, weights.qkv, weights.qkv_bias, norm_eps=self.norm_eps)
+            return *found, stream
         out, arrivals = gemm.project(
             stream,
             weights.qkv,
@@ -127,7 +130,7 @@ class _Products(NamedTuple):
             norm_eps=self.norm_eps,
             interpret=self.interpret,
         )
-        return out, stream._replace(arrivals=arrivals)
+        return out, None, stream._replace(arrivals=arrivals)
 
     def gate_up(
         self, weights: LayerWeights, stream: LayerStream

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from jaxprefill.kernels.decoder_layer.gemm import GemmTiles
 
-MAX_TOKENS = 256  # above, every launch is long
 MAX_TILED_TOKENS = 64  # above, XLA's own products win by more than fewer launches save
 _FEW_PROGRAMS = 90  # of an H200's 132 multiprocessors
 _LEAST_DEPTH = 256  # of a split
@@ -20,16 +19,12 @@ class LayerSizes(NamedTuple):
     head_dim: int
 
 
-def lacks_fused_layer(
-    sizes: LayerSizes, *, platform: str, dtype: str, num_tokens: int
-) -> str | None:
+def lacks_fused_layer(sizes: LayerSizes, *, platform: str, dtype: str) -> str | None:
     """The first need that is not met, in words, or None."""
     if platform != "gpu":
         return f"runs on gpu, not on {platform}"
     if dtype != "bfloat16":
         return f"takes bfloat16, not {dtype}"
-    if num_tokens > MAX_TOKENS:
-        return f"takes up to {MAX_TOKENS} tokens, not {num_tokens}"
     for name, size in zip(LayerSizes._fields, sizes, strict=True):
         if name != "head_dim" and size % 64:
             return f"takes sizes that are multiples of 64, and {name} is {size}"

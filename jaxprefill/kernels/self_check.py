@@ -1,0 +1,130 @@
+"""Whether the kernels compute on this very device what plain JAX does: asked before they serve.
+
+A driver, compiler or chip that nobody tried must not answer requests with wrong numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from jaxprefill.errors import KernelError
+from jaxprefill.kernels.attention import AttentionBackend
+from jaxprefill.kernels.attention.cases import AttentionCase, make_inputs
+from jaxprefill.kernels.attention.xla import XLA
+from jaxprefill.kernels.decoder_layer import gemm, xla
+from jaxprefill.kernels.decoder_layer.api import LayerStream, norm_scale
+from jaxprefill.kernels.decoder_layer.select import choose_tiles
+
+_LIMITS = {"float32": 1e-4, "bfloat16": 1e-2}  # of the error's norm over the result's
+_ROWS, _WIDTH, _DEPTH, _EPS = 16, 512, 1024, 1e-6
+
+
+def check_attention(
+    backend: AttentionBackend,
+    *,
+    heads: tuple[int, int, int],
+    page_size: int,
+    dtype: jnp.dtype,
+) -> None:
+    """Prefill behind a cached prefix and decode, on peaked inputs; heads are (query, KV, dim).
+
+    Raises:
+        KernelError: names the kernel, its error and the limit.
+    """
+    sizes: dict[str, Any] = dict(zip(("q_heads", "kv_heads", "head_dim"), heads, strict=True))
+    sizes |= {"page_size": page_size, "num_slots": 4, "max_context": 1024}
+    for case in (
+        AttentionCase(name="prefill", q_lens=(30, 3), kv_lens=(930, 3), num_tokens=64, **sizes),
+        AttentionCase(
+            name="decode", q_lens=(1,) * 3, kv_lens=(900, 256, 1), num_tokens=4, is_decode=True,
+            **sizes,
+        ),
+    ):  # fmt: skip
+        found = _attend(backend, case, dtype, dtype)
+        expected = _attend(XLA, case, dtype, jnp.dtype("float32"))
+        _compare(f"{backend.name} attention ({case.name})", found, expected, dtype)
+
+
+def check_products(dtype: jnp.dtype, *, interpret: bool = False) -> None:
+    """The fused layer's products; `interpret` runs them on any device.
+
+    Raises:
+        KernelError: names the kernel, its error and the limit.
+    """
+    for name, ours, plain in _products(dtype, interpret=interpret):
+        found, expected = jax.jit(ours)(), jax.jit(plain)()
+        _compare(f"pallas_triton {name} product", found, expected, dtype)
+
+
+def _attend(
+    backend: AttentionBackend, case: AttentionCase, dtype: jnp.dtype, computed: jnp.dtype
+) -> Float[Array, "T H D"]:
+    """Real rows of the case, its inputs rounded to `dtype`, in `computed` arithmetic."""
+    inputs = make_inputs(case, backend, peaked=True)
+    names = ("q", "k", "v", "pool")
+    arrays = (jnp.asarray(getattr(inputs, name), dtype).astype(computed) for name in names)
+    attend = jax.jit(backend.make(inputs.tiles, case.spec))
+    with jax.default_matmul_precision("highest"):
+        out, _ = attend(*arrays, inputs.batch, jnp.int32(inputs.first_page))
+    return out[: case.num_real_tokens]
+
+
+def _products(
+    dtype: jnp.dtype, *, interpret: bool
+) -> Iterator[tuple[str, Callable[[], Array], Callable[[], Array]]]:
+    """(name, ours, plain JAX's) of each kind, over the same random operands."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Float[Array, "..."]:
+        return jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
+
+    x, weight, norms = draw(_ROWS, _DEPTH), draw(_WIDTH, _DEPTH), draw(2, _WIDTH)
+    gate_up, hidden = draw(2 * _WIDTH, _DEPTH), draw(_ROWS, _WIDTH).astype(jnp.float32)
+    tiles = choose_tiles(_ROWS, _DEPTH, _WIDTH)
+    gated_tiles = choose_tiles(_ROWS, _DEPTH, _WIDTH, num_sums=2)
+    num_counters = max(gemm.num_arrivals(_ROWS, _WIDTH, one) for one in (tiles, gated_tiles))
+    counters: Int32[Array, " tiles"] = jnp.zeros(num_counters, jnp.int32)
+    squares = jnp.square(x.astype(jnp.float32)).sum(1, keepdims=True)
+    stream = LayerStream(x.astype(jnp.float32), x, squares, counters)
+    own = LayerStream(hidden, hidden.astype(dtype), squares, counters)
+    layer, scale = jnp.int32(0), norm_scale(stream, _EPS)
+    yield (
+        "plain",
+        lambda: gemm.project(stream, weight, None, tiles=tiles, norm_eps=_EPS, interpret=interpret)[
+            0
+        ],
+        lambda: xla.project(stream, weight, None, norm_eps=_EPS)[0] * scale,
+    )
+    yield (
+        "gated",
+        lambda: gemm.project_gated(
+            stream, gate_up, tiles=gated_tiles, norm_eps=_EPS, interpret=interpret
+        )[0],
+        lambda: xla.project_gated(stream, gate_up, norm_eps=_EPS),
+    )
+    yield (
+        "residual",
+        lambda: (
+            gemm.project_residual(
+                x, weight, own, norms, layer, norm_row=1, tiles=tiles, interpret=interpret
+            ).hidden
+        ),
+        lambda: xla.project_residual(x, weight, own, norms, layer, norm_row=1).hidden,
+    )
+
+
+def _compare(
+    name: str, found: Float[Array, "..."], expected: Float[Array, "..."], dtype: jnp.dtype
+) -> None:
+    want = np.asarray(expected, np.float32)
+    error = np.linalg.norm(np.asarray(found, np.float32) - want) / np.linalg.norm(want)
+    if not error <= _LIMITS[dtype.name]:
+        raise KernelError(
+            f"the kernel {name} must compute in {dtype.name} what plain JAX does on this device, "
+            f"within {_LIMITS[dtype.name]:g} of the result's norm, got {error:.2g}; serve with "
+            "attention_backend='xla', and report the chip, the driver and jax's version"
+        )

@@ -1,0 +1,55 @@
+"""The check at start-up says which kernel is wrong, and passes those that are right."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+
+from jaxprefill.errors import KernelError
+from jaxprefill.kernels import self_check
+from jaxprefill.kernels.attention.xla import XLA
+from jaxprefill.kernels.decoder_layer import gemm
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+FLOAT32 = jnp.dtype("float32")
+
+
+def test_a_wrong_attention_kernel_is_named():
+    check = dict(heads=(4, 2, 32), page_size=16, dtype=FLOAT32)
+    self_check.check_attention(XLA, **check)
+
+    def make(tiles, spec):
+        attend = XLA.make(tiles, spec)
+
+        def slightly_wrong(*operands):
+            out, pool = attend(*operands)
+            return out.at[1].multiply(1.02), pool
+
+        return slightly_wrong
+
+    wrong = replace(XLA, name="mine", make=make)
+    with pytest.raises(KernelError, match=r"mine attention \(prefill\).*float32.*within 0.0001"):
+        self_check.check_attention(wrong, **check)
+
+
+# The residual product is the last of three: the others pass before it.
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("plain", "gated")), "residual"]
+)
+def test_a_wrong_product_is_named(monkeypatch, kind):
+    finish = gemm._finish
+
+    def wrong(operands, results, sums, rows, block, of):
+        if of.kind == kind:
+            sums = tuple(total * 1.01 for total in sums)
+        finish(operands, results, sums, rows, block, of)
+
+    monkeypatch.setattr(gemm, "_finish", wrong)
+    with pytest.raises(KernelError, match=f"pallas_triton {kind} product"):
+        self_check.check_products(FLOAT32, interpret=True)
+
+
+def test_no_number_at_all_is_an_error():
+    nan = jnp.full(3, jnp.nan)
+    with pytest.raises(KernelError, match="got nan"):
+        self_check._compare("x", nan, jnp.ones(3), FLOAT32)
