@@ -39,6 +39,7 @@ SPLIT_CASES = (
 SUPPORTED = tuple(
     case for case in (*CASES, *SPLIT_CASES) if case.head_dim & (case.head_dim - 1) == 0
 )
+SHARED_CASE = AttentionCase(name="shared", q_lens=(20, 1, 2), kv_lens=(36, 16, 32))
 WIDTH = 64  # of the rows before a projection
 # Interpretation takes seconds a case: the rest is marked slow.
 QUICK = {
@@ -189,6 +190,17 @@ def rotated(case, inputs, operands):
         rows = rms_norm(rows, jnp.ones(case.head_dim), 1e-6) * norms[by_head].astype(jnp.float32)
     rows = np.asarray(rotate(rows, rotary).astype(qkv.dtype), np.float32)
     return replace(inputs, q=rows[:, : case.q_heads], k=rows[:, case.q_heads :])
+
+
+def test_tokens_whose_kv_is_shared_write_no_row():
+    """Tiles of 16: rows 0 to 2, all of the second request, and the first of two lack a row."""
+    inputs = make_inputs(SHARED_CASE, PALLAS_TRITON)
+    rows = np.array(inputs.batch.kv_rows)
+    rows[[0, 1, 2, 20, 21]] = NO_ROW
+    inputs = replace(inputs, batch=inputs.batch._replace(kv_rows=jnp.asarray(rows)))
+    out, pool = run(SHARED_CASE, inputs)
+    np.testing.assert_array_equal(pool, pool_after(SHARED_CASE, inputs))
+    assert np.isfinite(out[: SHARED_CASE.num_real_tokens]).all()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from jaxprefill.kernels.attention.api import (
     RaggedBatch,
 )
 from jaxprefill.kernels.attention.rotation import norm_and_rotate
-from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
+from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, tile_capacity
 
 _MASKED = -1e30
 _LOG2_E = 1.4426950408889634
@@ -380,11 +380,20 @@ def _read_tile(batch: Any, index: Int32[Array, ""], sizes: _Sizes) -> _Tile:
 
 
 def _write_kv(refs: _Refs, tile: _Tile, head: Int32[Array, ""], sizes: _Sizes) -> None:
-    """The tile's new K and V into their pool rows."""
-    token = tile.first + _last_live(tile, _iota(sizes.tile_q))
-    row = refs.batch.kv_rows[token] + refs.first_page[0] * sizes.page_size
-    refs.pool[0, head, row, :] = refs.new.keys(token, head, sizes).astype(refs.pool.dtype)
-    refs.pool[1, head, row, :] = refs.new.values(token, head, sizes).astype(refs.pool.dtype)
+    """The tile's new K and V into their pool rows.
+
+    Leading tokens may have no row, as their KV is shared: they write what the last token writes,
+    and where that has none the tile writes nothing.
+    """
+    last = tile.first + tile.end - 1
+
+    @pl.when(refs.batch.kv_rows[last] != NO_ROW)
+    def _() -> None:
+        token = tile.first + _last_live(tile, _iota(sizes.tile_q))
+        token = jnp.where(refs.batch.kv_rows[token] == NO_ROW, last, token)
+        row = refs.batch.kv_rows[token] + refs.first_page[0] * sizes.page_size
+        refs.pool[0, head, row, :] = refs.new.keys(token, head, sizes).astype(refs.pool.dtype)
+        refs.pool[1, head, row, :] = refs.new.values(token, head, sizes).astype(refs.pool.dtype)
 
 
 def _last_live(tile: _Tile, offset: Int32[Array, " n"]) -> Int32[Array, " n"]:
