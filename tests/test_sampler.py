@@ -21,7 +21,7 @@ from jaxprefill.sampling.pack import (
     needs_mask,
     pack_rows,
 )
-from jaxprefill.sampling.runner import PendingTokens
+from jaxprefill.sampling.runner import PendingScores, PendingTokens
 from jaxprefill.sampling.sampler import (
     PROMPT_FLAG,
     expand_mask,
@@ -78,14 +78,14 @@ class Head:
             self.head, self.hidden, self.last_tokens, self.history, self.bias, mask,
             pack_rows(rows, size, no_slot=SLOTS),
         )  # fmt: skip
-        return PendingTokens(out, len(rows)).read()
+        return PendingTokens(PendingScores([out], len(rows), len(out))).read()
 
     def greedy(self, specs, *, size=SLOTS):
         self.last_tokens, out = jitted("greedy", self.num_valid)(
             self.head, self.hidden, self.last_tokens,
             pack_rows(self._rows(specs, None), size, no_slot=SLOTS),
         )  # fmt: skip
-        return PendingTokens(out, len(specs)).read()
+        return PendingTokens(PendingScores([out], len(specs), len(out))).read()
 
     def _rows(self, specs, slots):
         slots = slots or [index % SLOTS for index in range(len(specs))]
