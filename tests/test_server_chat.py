@@ -35,9 +35,11 @@ def test_a_chat_has_openais_shape(http):
 )
 def test_a_stream_adds_up_to_the_whole(http, more):
     body = BASE | more | {"max_tokens": 8, "return_token_ids": True}
-    whole = http.post(PATH, body).json()["choices"]
-    streamed = {}
-    for event in http.events(PATH, body):
+    reply, events = http.post(PATH, body).json(), http.events(PATH, body)
+    whole, streamed = reply["choices"], {}
+    told = [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event]
+    assert told == [reply["prompt_token_ids"]]
+    for event in events:
         assert event["object"] == "chat.completion.chunk"
         (part,) = event["choices"]
         if part["index"] not in streamed:

@@ -4,7 +4,7 @@ The template alone adds special tokens. Parts of text are joined, parts of other
 are templates sent along. `max_completion_tokens` wins over `max_tokens`; without either an answer
 may fill the context, as far as the KV pool holds it. `tools` go to the template; a `tool_choice`
 that demands a call is refused. `top_logprobs` needs `logprobs`. With `return_token_ids` the
-prompt's ids stand beside the choices, the answer's inside them.
+prompt's ids stand beside the choices, in a stream of the first chunk; the answer's inside them.
 """
 
 from typing import Any
@@ -67,6 +67,7 @@ class _Layout:
         self._call = call
         self._body = body
         self._prompt = prompt
+        self._has_told_prompt = False
         self._model = call.served_name(body.model)
         self._logprobs = LogprobWriter(
             call.context.token_texts(), as_ids=body.return_tokens_as_token_ids
@@ -80,8 +81,9 @@ class _Layout:
             "model": self._model,
             "choices": choices,
         }
-        if self._body.return_token_ids and not is_chunk:
+        if self._body.return_token_ids and not self._has_told_prompt:
             envelope["prompt_token_ids"] = list(self._prompt)
+            self._has_told_prompt = True
         return envelope
 
     def opening(self, index: int) -> dict[str, Any]:
