@@ -83,7 +83,7 @@ def collectives(made) -> dict[str, dict[str, int]]:
     """How often the devices wait for each other, by executable."""
     key = made.plan.ladder.keys[0]
     calls = {
-        "body": made._core.prefill._executables[key]._compiled,
+        "body": made._core.prefill._executables[key]._compiled.call,
         "greedy": made._core.heads.lm._call["greedy 2"],
         "score": made._core.heads.lm._call["score 16"],
     }
