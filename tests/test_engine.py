@@ -405,6 +405,7 @@ def test_the_likeliest_tokens_of_a_prompt_come_from_the_pages_too(engine):
         params = SamplingParams(max_tokens=1, temperature=0)
         return engine._loop.run(engine._requests([ids], [params], wants=wants))[0]
 
+    before = engine.stats()["compilations_after_ready"]
     first, again, wider = ask(1), ask(1), ask(3)
     assert (first.cached_tokens, again.cached_tokens, wider.cached_tokens) == (
         0,
@@ -424,4 +425,4 @@ def test_the_likeliest_tokens_of_a_prompt_come_from_the_pages_too(engine):
         for token, logprob, top, widest in list(rows)[1:]:
             assert top[token] == logprob and num_top <= len(top) <= num_top + 1
             assert max(top.values()) == pytest.approx(max(widest.values()), abs=1e-4)
-    assert engine.stats()["compilations_after_ready"] == 0
+    assert engine.stats()["compilations_after_ready"] == before

@@ -32,12 +32,13 @@ def ask(engine, grammar, **params):
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}, {"seed": 4, "min_tokens": 50}])
 def test_an_output_fits_its_schema(engine, grammars, params):
+    before = engine.stats()["compilations_after_ready"]  # other engines' of this process count
     plain = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, temperature=0))
     found = ask(engine, json_grammar(SCHEMA), **params)
     value = json.loads(found.text)
     assert value["name"] in ("é", "bc") and value["n"] <= 99 and found.finish_reason == "stop"
     assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, temperature=0)) == plain
-    assert engine.stats()["compilations_after_ready"] == 0
+    assert engine.stats()["compilations_after_ready"] == before
 
 
 def test_what_is_no_schema_is_refused(engine, grammars):
