@@ -25,7 +25,7 @@ from tests.tiny import TinyCheckpoint
 
 pytestmark = pytest.mark.slow
 
-POISON = 200  # the token whose embedding is not a number
+POISON = 270  # an id whose embedding is not a number, and that the tokenizer lacks: never sampled
 PROBE = {"prompt": list(range(40)), "temperature": 0, "max_tokens": 4, "logprobs": 2, "echo": True}
 LONG = {"prompt": [7] * 100, "max_tokens": 50, "ignore_eos": True}  # four chunks, fifty steps
 
