@@ -212,10 +212,12 @@ def check_overload(found: dict):
 
 def test_an_engine_that_is_killed_is_replaced(server, expected):
     before = samples_of(server.http.get("/metrics").text)["engine_restarts_total",]
-    with server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as reply:
+    engine = engine_of(server)
+    body = {"prompt": [7], "max_tokens": 150, "ignore_eos": True, "n": 8, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as reply:
         lines = reply.iter_lines()
         next(lines)
-        os.kill(engine_of(server), signal.SIGKILL)
+        os.kill(engine, signal.SIGKILL)
         last = [line for line in lines if line][-2:]
     assert '"error"' in last[0] and last[1] == "data: [DONE]"
     reply = server.http.post("/v1/completions", json=PROBE)
