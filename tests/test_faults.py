@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.serving import overload, parse, resident_mib
 from tests.folders import write_folder
-from tests.test_serve import Server, head
+from tests.test_serve import Server, engine_of, head
 from tests.test_server_admin import samples_of
 from tests.tiny import TinyCheckpoint
 
@@ -92,13 +92,6 @@ def go_away_after(server: Server, data: bytes, *, linger_s: float = 0):
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(data)
         time.sleep(linger_s)
-
-
-def engine_of(server: Server) -> int:
-    """The process of its engine."""
-    tasks = Path(f"/proc/{server.process.pid}/task").glob("*/children")
-    (child,) = [int(pid) for task in tasks for pid in task.read_text().split()]
-    return child
 
 
 def test_two_hundred_clients_go_away_at_every_stage(server):

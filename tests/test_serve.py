@@ -85,17 +85,26 @@ def server(folder, compile_cache):
         made.stop()
 
 
+def engine_of(server: Server) -> int:
+    """The process of its engine."""
+    tasks = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    (child,) = [int(pid) for task in tasks for pid in task.read_text().split()]
+    return child
+
+
 def check_drain(server: Server):
     """After the first signal nothing new is taken, what runs is finished, and the port is free."""
     with server.http.stream("POST", "/v1/completions", json=LONG | {"n": 20}) as reply:
         lines = reply.iter_lines()
         next(lines)
+        os.kill(engine := engine_of(server), signal.SIGSTOP)  # nothing ends before all is seen
         server.process.send_signal(signal.SIGTERM)
         while (health := httpx.get(f"{server.url}/health")).status_code == 200:
             pass
         assert health.json() == {"status": "draining"}
         refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
         assert refused.status_code == 503 and refused.headers["retry-after"]
+        os.kill(engine, signal.SIGCONT)
         seen = [line for line in lines if line]
     assert seen[-1] == "data: [DONE]"
     assert sum('"finish_reason":"length"' in line for line in seen) == 20
