@@ -40,6 +40,10 @@ class EngineUnavailable(JaxPrefillError):
     """The engine is starting, stopping or gone (HTTP 503): the same request may succeed later."""
 
 
+class StoreError(JaxPrefillError):
+    """A store of executables cannot be read, written or trusted; start-up compiles instead."""
+
+
 class FallbackError(JaxPrefillError):
     """`strict_prefill` is set and a batch would have taken the eager fallback."""
 
