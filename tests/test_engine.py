@@ -342,6 +342,15 @@ def test_stats_are_ready_for_json(engine):
     assert {record["name"] for record in stats["compiled"]} >= {"greedy 1", "prefill 8x4x160"}
 
 
+@pytest.fixture
+def interrupts_are_raised():
+    """Python leaves SIGINT ignored where its parent did, as shells do for background jobs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_are_raised")
 def test_interrupts_at_any_moment_leave_an_engine_that_works(checkpoint):
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     with tiny_engine(checkpoint) as made:
