@@ -6,7 +6,7 @@ Host only, and before any device sees it: JAX would clamp a bad id silently.
 import operator
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class Admission:
         *,
         wants: Wants = NOTHING_MORE,
     ) -> list[Request]:
-        """The `params.n` requests of one prompt.
+        """The `params.n` requests of one prompt; what is wanted of the prompt, the first one finds.
 
         Raises:
             RequestError: an id is out of range, or the prompt is empty or too long, or the model
@@ -85,6 +85,7 @@ class Admission:
         seed = (
             int(self.rng.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
         )
+        of_output = replace(wants, prompt_logprobs=False, prompt_top=0, label_ids=())
         return [
             Request(
                 id=f"{prompt_id}-{index}",
@@ -92,17 +93,17 @@ class Admission:
                 params=params,
                 seed=_stream_seed(seed, index),
                 stop_ids=eos | frozenset(params.stop_token_ids),
-                wants_prompt_logprobs=wants.prompt_logprobs,
-                num_prompt_top=wants.prompt_top,
-                label_ids=wants.label_ids,
-                is_label_logprob=wants.is_label_logprob,
-                pooling=wants.pooling,
-                wants_class_logits=wants.class_logits,
-                priority=wants.priority,
-                grammar=wants.grammar,
+                wants_prompt_logprobs=each.prompt_logprobs,
+                num_prompt_top=each.prompt_top,
+                label_ids=each.label_ids,
+                is_label_logprob=each.is_label_logprob,
+                pooling=each.pooling,
+                wants_class_logits=each.class_logits,
+                priority=each.priority,
+                grammar=each.grammar,
                 index=index,
             )
-            for index in range(params.n)
+            for index, each in enumerate([wants] + [of_output] * (params.n - 1))
         ]
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
@@ -111,12 +112,12 @@ class Admission:
             self._check_characters(prompt)
             ids = tuple(self.tokenizer.encode(prompt))
         else:
-            ids = _as_ids(prompt)
+            ids = as_ids(prompt)
         if not ids:
             raise RequestError(
                 f"prompt must hold at least one token, got {prompt!r}", param="prompt"
             )
-        _check_ids("prompt", ids, self.vocab_size)
+        check_ids("prompt", ids, self.vocab_size)
         return ids
 
     def label_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -127,8 +128,8 @@ class Admission:
                 f"label_token_ids must be a list of at least one token id, got {ids!r}",
                 param="label_token_ids",
             )
-        labels = tuple(_as_id(token, "label_token_ids") for token in ids)
-        _check_ids("label_token_ids", labels, self.vocab_size)
+        labels = as_ids(ids, "label_token_ids")
+        check_ids("label_token_ids", labels, self.vocab_size)
         return labels
 
     def chat_ids(self, messages: Any, template_options: Mapping[str, Any]) -> tuple[int, ...]:
@@ -177,8 +178,8 @@ class Admission:
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raises RequestError if parameters name an id that a model of this vocabulary lacks."""
-    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    _check_ids("logit_bias", tuple(params.logit_bias or ()), vocab_size)
+    check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    check_ids("logit_bias", tuple(params.logit_bias or ()), vocab_size)
 
 
 @contextmanager
@@ -197,7 +198,8 @@ def naming_item(name: str, index: int, count: int) -> Generator[None]:
         raise RequestError(f"{name}[{index}]: {error}", param=error.param) from error
 
 
-def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError if an id is none of a model of this vocabulary."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     for token in ids:
@@ -205,14 +207,15 @@ def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
             raise _wrong_id(param, f"0 to {vocab_size - 1}", token)
 
 
-def _as_ids(prompt: Sequence[Any]) -> tuple[int, ...]:
-    ids = tuple(prompt)
+def as_ids(given: Sequence[Any], param: str = "prompt") -> tuple[int, ...]:
+    """Ids as Python's integers; raises RequestError for other things, booleans among them."""
+    ids = tuple(given)
     if set(map(type, ids)) <= {int}:  # as nearly always; bool is another type
         return ids
-    return tuple(_as_id(token) for token in ids)
+    return tuple(_as_id(token, param) for token in ids)
 
 
-def _as_id(token: Any, param: str = "prompt") -> int:
+def _as_id(token: Any, param: str) -> int:
     try:
         if isinstance(token, (bool, np.bool_)):
             raise TypeError
@@ -222,7 +225,7 @@ def _as_id(token: Any, param: str = "prompt") -> int:
 
 
 def _wrong_id(param: str, rule: str, token: Any) -> RequestError:
-    what = param if param.endswith("ids") else f"{param} ids"
+    what = param if param.endswith(("ids", "tokens")) else f"{param} ids"
     return RequestError(f"{what} must be {rule}, got {token!r}", param=param)
 
 

@@ -19,8 +19,16 @@ class Collector:
         label_scores: one per label id, once the prompt is read.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        """`request.params.stop` is searched in generated text only."""
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, *, lead: "Collector | None" = None
+    ) -> None:
+        """`request.params.stop` is searched in generated text only.
+
+        Args:
+            request: what it collects for.
+            tokenizer: makes the text.
+            lead: of the same prompt, whose logprobs and scores it finds for both.
+        """
         self.request = request
         self.tokens: list[SampledToken] = []
         self.text = ""
@@ -32,6 +40,10 @@ class Collector:
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top: list[dict[int, float] | None] = [None] if request.num_prompt_top else []
         self.label_scores: list[float] = []
+        self._lead = lead
+        if lead is not None:
+            self.prompt_logprobs, self.prompt_top = lead.prompt_logprobs, lead.prompt_top
+            self.label_scores = lead.label_scores
         self._hidden_sum: Vector | None = None
         self._class_logits: Vector | None = None
         self._reason: FinishReason | None = None
@@ -41,6 +53,12 @@ class Collector:
     def is_finished(self) -> bool:
         """Whether `completion` is final."""
         return self._reason is not None
+
+    @property
+    def is_prompt_read(self) -> bool:
+        """Whether all is known that is wanted of the prompt."""
+        lead = self._lead or self
+        return bool(lead.tokens) or lead.is_finished
 
     def add(self, update: RequestUpdate) -> None:
         """What a step found; a stop string may finish the request, and the rest is ignored."""
@@ -82,7 +100,7 @@ class Collector:
             logprobs=None if wanted is None else [token.logprob for token in self.tokens],
             top_logprobs=[token.top for token in self.tokens] if wanted else None,
             prompt_logprobs=self.prompt_logprobs if request.wants_prompt_logprobs else None,
-            prompt_top_logprobs=self.prompt_top or None,
+            prompt_top_logprobs=self.prompt_top if request.num_prompt_top else None,
             label_scores=self.label_scores if request.label_ids else None,
             embedding=self._embedding(),
             class_logits=self._class_logits,

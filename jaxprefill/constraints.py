@@ -5,6 +5,7 @@ An engine knows grammars as texts and matchers alone; this module makes both. Im
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import llguidance
@@ -17,10 +18,11 @@ from jaxprefill.grammar import Grammars
 from jaxprefill.tokenizer import Tokenizer
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_MAX_KNOWN = 32  # grammars that are kept, as most requests come with one that was seen before
 
 
 def json_grammar(schema: Any = None) -> str:
-    """The grammar of JSON that fits a schema; None: of any object.
+    """The grammar of JSON that fits a schema; None: of any object. It may take a while.
 
     Raises:
         RequestError: the schema is none, or asks for what grammars cannot say.
@@ -31,8 +33,13 @@ def json_grammar(schema: Any = None) -> str:
             f"response_format needs a JSON schema, an object, got {wanted!r:.80}",
             param="response_format",
         )
+    return _checked_grammar(json.dumps(wanted))
+
+
+@lru_cache(maxsize=_MAX_KNOWN)
+def _checked_grammar(schema: str) -> str:
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(wanted), overrides={"whitespace_flexible": False}
+        schema, overrides={"whitespace_flexible": False}
     )
     fault = llguidance.LLMatcher.validate_grammar(grammar)
     if fault:
@@ -46,19 +53,10 @@ def json_grammar(schema: Any = None) -> str:
 class GuidanceMatcher:
     """Follows one output; a `grammar.Matcher`."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, num_words: int) -> None:
-        """At the start of the output; `num_words` is the length of a mask.
-
-        Raises:
-            RequestError: it is no grammar.
-        """
-        self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    def __init__(self, matcher: llguidance.LLMatcher, num_words: int) -> None:
+        """`matcher` is this one's alone; `num_words` is the length of a mask."""
+        self._matcher = matcher
         self._num_words = num_words
-        if self._matcher.is_error():
-            raise RequestError(
-                f"the grammar cannot be followed: {self._matcher.get_error():.300}",
-                param="response_format",
-            )
 
     def mask(self) -> NDArray[np.int32]:
         """One bit for each id that may come next; all are zero where none may."""
@@ -72,10 +70,24 @@ class GuidanceMatcher:
 
 
 def make_grammars(tokenizer: Tokenizer, vocab_size: int) -> Grammars:
-    """What makes matchers of grammars; takes up to a second for large vocabularies."""
+    """What makes matchers of grammars, on any thread; takes up to a second for large vocabularies.
+
+    A grammar is compiled without Python's lock, and once for the next requests too.
+    """
     parts = tokenizer.parts()
     known = llguidance.LLTokenizer(
         parts.pipeline, n_vocab=vocab_size, eos_token=list(parts.eos_ids) or None
     )
     num_words = -(-vocab_size // 32)
-    return lambda grammar: GuidanceMatcher(known, grammar, num_words)
+
+    @lru_cache(maxsize=_MAX_KNOWN)
+    def compiled(grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(known, grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError(
+                f"the grammar cannot be followed: {matcher.get_error():.300}",
+                param="response_format",
+            )
+        return matcher
+
+    return lambda grammar: GuidanceMatcher(compiled(grammar).deep_copy(), num_words)

@@ -10,7 +10,7 @@ from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState
 from jaxprefill.errors import RequestError
-from jaxprefill.grammar import Grammars, Matcher
+from jaxprefill.grammar import Matcher
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import CompilationCounter
 from jaxprefill.prefill.runner import PrefillRunner
@@ -30,7 +30,6 @@ class EngineCore:
     decode: DecodeRunner
     heads: Heads
     counters: EngineCounters
-    grammars: Grammars | None = None
     scheduler: Scheduler = field(init=False)
     compilations: CompilationCounter = field(default_factory=CompilationCounter)
 
@@ -41,29 +40,24 @@ class EngineCore:
         self._states: dict[str, RequestState] = {}
         self._in_flight: PendingStep | None = None
 
-    def add(self, request: Request) -> None:
-        """Queues a validated request.
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Queues a validated request; one of a grammar brings its matcher.
 
         Raises:
-            RequestError: its id is in use, its grammar is wrong, or it can never fit the KV pool.
+            RequestError: its id is in use, its matcher is missing, or it can never fit the KV pool.
         """
         if request.id in self._states:
             raise RequestError(f"request id {request.id!r} is already in flight", param="rid")
-        room = self.plan.context_length - request.prompt_length
-        state = RequestState(request, max_tokens=min(request.params.max_tokens, room))
-        state.matcher = self._matcher(request)
-        self.scheduler.add(state)
-        self._states[request.id] = state
-
-    def _matcher(self, request: Request) -> Matcher | None:
-        if request.grammar is None:
-            return None
-        if self.grammars is None:
+        if request.grammar is not None and matcher is None:
             raise RequestError(
-                "a grammar needs an engine that knows grammars; leave it out, or use the server",
+                "a grammar must come with its matcher; leave it out, or use the server",
                 param="response_format",
             )
-        return self.grammars(request.grammar)
+        room = self.plan.context_length - request.prompt_length
+        state = RequestState(request, max_tokens=min(request.params.max_tokens, room))
+        state.matcher = matcher
+        self.scheduler.add(state)
+        self._states[request.id] = state
 
     def abort(self, request_id: str) -> None:
         """Forgets a request and frees its pages; an unknown id is nothing to do."""

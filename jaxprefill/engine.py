@@ -21,7 +21,7 @@ from jaxprefill.arguments import as_params, as_prompts, is_list
 from jaxprefill.config import make_config
 from jaxprefill.embeddings import Matrix
 from jaxprefill.errors import JaxPrefillError, RequestError
-from jaxprefill.grammar import Grammars
+from jaxprefill.grammar import NO_MATCHERS, Matchers
 from jaxprefill.kernels.device import describe_device, free_memory_bytes
 from jaxprefill.loop import EngineLoop, Listener
 from jaxprefill.plan import EnginePlan, make_plan
@@ -208,16 +208,15 @@ class Engine:
         """
         return self._read(self._readings.rerank(query, documents, instruction))
 
-    def submit(self, requests: Sequence[Request], listener: Listener) -> None:
+    def submit(
+        self, requests: Sequence[Request], listener: Listener, *, matchers: Matchers = NO_MATCHERS
+    ) -> None:
         """Runs validated requests for a listener, which hears of every step; does not wait.
 
-        The listener is called on the engine's own thread, between two steps.
+        The listener is called on the engine's own thread, between two steps. Requests of a grammar
+        need their `matchers`.
         """
-        self._loop.submit(requests, listener)
-
-    def use_grammars(self, grammars: Grammars | None) -> None:
-        """From now on requests may bring a grammar; None: no more."""
-        self._core.grammars = grammars
+        self._loop.submit(requests, listener, matchers=matchers)
 
     def abort(self, listener: Listener, request_ids: Sequence[str] | None = None) -> None:
         """Ends requests of a listener before the next step; None: all of them."""

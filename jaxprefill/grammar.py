@@ -1,6 +1,6 @@
 """What the engine knows of grammars: which ids may come next, and that an id has come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -19,5 +19,8 @@ class Matcher(Protocol):
         ...
 
 
-# From the text of a grammar; raises RequestError for what is none.
+# From the text of a grammar; raises RequestError for what is none. It may take a while.
 Grammars = Callable[[str], Matcher]
+# By request id: compiled before the engine hears of the requests, as no step waits for that.
+Matchers = Mapping[str, Matcher]
+NO_MATCHERS: Matchers = {}

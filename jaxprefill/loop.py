@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from jaxprefill.collector import Collector
 from jaxprefill.core import EngineCore
 from jaxprefill.errors import EngineUnavailable, JaxPrefillError
+from jaxprefill.grammar import NO_MATCHERS, Matchers
 from jaxprefill.request import Completion, Request
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.updates import RequestUpdate
@@ -94,12 +95,14 @@ class EngineLoop:
                 answer.done.exception()
             raise
 
-    def submit(self, requests: Sequence[Request], listener: Listener) -> None:
+    def submit(
+        self, requests: Sequence[Request], listener: Listener, *, matchers: Matchers = NO_MATCHERS
+    ) -> None:
         """Starts requests whose results go to `listener`, step by step; all of them, or none.
 
         A listener may be given more while it listens: it is told the end when none runs any more.
         """
-        self._post(partial(self._start, requests, listener))
+        self._post(partial(self._start, requests, listener, matchers))
 
     def abort(self, listener: Listener, names: Sequence[str] | None = None) -> None:
         """Stops requests of a listener before the next step; None: all, and it is told no end."""
@@ -149,14 +152,14 @@ class EngineLoop:
             if self._core.has_work:
                 self._step()
 
-    def _start(self, requests: Sequence[Request], listener: Listener) -> None:
+    def _start(self, requests: Sequence[Request], listener: Listener, matchers: Matchers) -> None:
         call = self._live.setdefault(id(listener), _Live(listener))
         try:
             for request in requests:
-                self._core.add(request)
+                self._core.add(request, matchers.get(request.id))
                 call.names.add(request.id)
                 self._owners[request.id] = call
-        except BaseException as error:  # a fault of a grammar ends its call alone
+        except BaseException as error:  # it ends its call alone
             self._end(call, error)
         else:
             self._end_finished()  # a call may ask for nothing

@@ -70,6 +70,7 @@ class FakeEngine:
         self.class_rule = lambda request: range(len(self.model.config.classifier.labels))
         self.is_ready = True
         self.is_held = False
+        self.num_scoring_steps = 0  # that the logprobs of a prompt take, before its first token
         self.refusal: Exception | None = None
         self.failure: Exception | None = None
         self.requests: list[Request] = []
@@ -157,6 +158,10 @@ class FakeSubmission:
                 return
 
     def step(self, request: Request, position: int) -> RequestUpdate:
+        if request.wants_prompt_logprobs:
+            position -= self.engine.num_scoring_steps
+            if position < 0:
+                return RequestUpdate(request.id)
         prompt = request.prompt_ids
         room = self.engine.model.context_length - len(prompt)
         last = min(request.params.max_tokens, room)

@@ -1,12 +1,16 @@
 """The engine's loop over a core of counters: whoever fails, nobody else waits or loses a token."""
 
 from dataclasses import dataclass, field
-from threading import Event
+from queue import SimpleQueue
+from threading import Event, Thread
+from types import SimpleNamespace
 
 import pytest
 
-from jaxprefill.errors import EngineUnavailable
+from jaxprefill.errors import EngineUnavailable, RequestError
 from jaxprefill.loop import EngineLoop
+from jaxprefill.remote.messages import Abort, Ended, Stop, Submit
+from jaxprefill.remote.worker import Service
 from jaxprefill.request import Request, SamplingParams
 from jaxprefill.updates import RequestUpdate, SampledToken
 from tests.tiny import byte_tokenizer
@@ -21,8 +25,8 @@ class CountingCore:
         self.faults: list[BaseException] = []
         self.is_closed = False
 
-    def add(self, request):
-        if request.grammar is not None:
+    def add(self, request, matcher=None):
+        if request.grammar is not None and matcher is None:
             raise ZeroDivisionError(request.grammar)
         self.running[request.id] = request
 
@@ -140,3 +144,46 @@ def test_closing_ends_what_runs_whatever_its_last_step_does(core, loop):
     loop.submit([request("a", 10**9)], hears)
     loop.close()
     assert hears.ended.wait(10) and isinstance(hears.ends[0], EngineUnavailable)
+
+
+def test_grammars_that_take_long_to_compile_hold_up_no_step_and_no_message(loop):
+    may_end, inbox, told = Event(), SimpleQueue(), SimpleQueue()
+
+    def grammars(text):
+        assert may_end.wait(10)
+        if text == "bad":
+            raise RequestError("no grammar", param="response_format")
+        return text
+
+    def grammatical(*names, text="good"):
+        return [request(name, grammar=text) for name in names]
+
+    def finished() -> tuple[int, str]:
+        while True:
+            match told.get(timeout=10):
+                case (number, update) if update.finish_reason is not None:
+                    return number, update.request_id
+                case Ended() as ended:
+                    return ended.number, ended.param
+
+    engine = SimpleNamespace(submit=loop.submit, abort=loop.abort)
+    service = Thread(target=Service(engine, told, inbox, grammars).run)
+    service.start()
+    for message in (
+        Submit(1, grammatical("a")),
+        Submit(2, grammatical("unwanted")),
+        Submit(3, grammatical("half", "b")),
+        Submit(4, grammatical("c", text="bad")),
+        Submit(5, [request("plain")]),
+        Abort(2),
+        Abort(3, "half"),
+    ):
+        inbox.put(message)
+    assert finished() == (5, "plain")
+    inbox.put(Submit(6, [request("after the aborts")]))
+    assert finished() == (6, "after the aborts")
+    may_end.set()
+    assert {finished() for _ in range(3)} == {(1, "a"), (3, "b"), (4, "response_format")}
+    inbox.put(Stop())
+    service.join(10)
+    assert told.empty()

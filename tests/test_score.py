@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from jaxprefill.admission import Wants
 from jaxprefill.errors import RequestError
+from jaxprefill.request import SamplingParams
 from tests.reference import reference_logprobs
 from tests.tiny import VOCAB, tiny_engine
 
@@ -48,6 +50,20 @@ def test_label_scores_are_the_next_tokens_probabilities(engine, checkpoint):
 def test_wrong_scoring_arguments_are_named(engine, query, items, labels, said):
     with pytest.raises(RequestError, match=said):
         engine.score(query, items, labels)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_the_logprobs_of_a_prompt_of_several_choices_are_computed_once(engine, max_tokens):
+    ids = random_ids(61, seed=9)
+    engine.flush_cache()
+    before = engine.stats()["real_tokens"]
+    params = SamplingParams(n=3, max_tokens=max_tokens, ignore_eos=True)
+    requests = engine._requests([ids], [params], wants=Wants(prompt_logprobs=True, prompt_top=2))
+    first, *others = engine._loop.run(requests)
+    assert len(first.prompt_logprobs) == 61 and others[0].prompt_logprobs is None
+    decoded = 3 * max(max_tokens - 1, 0)
+    of_a_page = 61 % 8  # pages are shared whole
+    assert engine.stats()["real_tokens"] - before == 61 + 2 * of_a_page + decoded
 
 
 def test_a_shared_query_is_computed_once_and_one_that_is_known_not_at_all(checkpoint):

@@ -2,14 +2,12 @@
 
 import json
 import os
-import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -217,95 +215,6 @@ def test_broken_and_interrupted_input_leaves_nothing_behind(server):
         if server.http.get("/health").status_code == 200:
             break
         assert time.monotonic() < deadline
-
-
-GREEDY = {"temperature": 0, "max_new_tokens": 5}
-PROBES = [
-    ("/v1/completions", dict(prompt=[3] * 40, max_tokens=1, logprobs=1, echo=True)),
-    ("/v1/completions", dict(prompt=list(range(20)), max_tokens=12, logprobs=2, ignore_eos=True)),
-    ("/v1/chat/completions", dict(messages=CHAT, max_tokens=8, logprobs=True, top_logprobs=2)),
-    ("/v1/embeddings", dict(input=["hi", "a longer text than that " * 3])),
-    ("/v1/score", dict(query="Is it? ", items=["a", "bcd"], label_token_ids=[5, 6])),
-    ("/v1/classify", dict(input="which", labels=["a", "b"])),
-    ("/generate", dict(input_ids=[9, 8, 7], return_logprob=True, sampling_params=GREEDY)),
-    ("/tokenize", dict(prompt="é 日本")),
-]
-DISTURBANCES = [
-    ("/v1/completions", dict(prompt="a", max_tokens=30, temperature=2, n=3, seed=1, top_p=0.5)),
-    (
-        "/v1/completions",
-        dict(prompt=["a" * 70, "b"], max_tokens=5, logit_bias={"7": 50}, min_p=0.1),
-    ),
-    ("/v1/completions", dict(prompt=[5] * 9, max_tokens=9, frequency_penalty=1, min_tokens=4)),
-    ("/v1/completions", dict(prompt=[272], max_tokens=1)),
-    ("/v1/completions", dict(prompt="", max_tokens=0)),
-    ("/v1/completions", dict(prompt=[1] * 200)),
-    ("/v1/chat/completions", dict(messages=[])),
-    ("/v1/chat/completions", dict(messages=CHAT, response_format={"type": "json_object"})),
-    ("/v1/embeddings", dict(input=["a", ""])),
-    ("/v1/score", dict(query="q", items=[], label_token_ids=[272])),
-    ("/nowhere", {}),
-]
-
-
-def numbers(value) -> list[float]:
-    """Every number of a reply, in order; not those that tell the time or the cache."""
-    if isinstance(value, dict):
-        kept = [value[key] for key in sorted(value) if key not in UNSTEADY]
-        return [number for one in kept for number in numbers(one)]
-    if isinstance(value, list):
-        return [number for one in value for number in numbers(one)]
-    return [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
-
-
-UNSTEADY = {
-    "created",
-    "usage",
-    "meta_latency",
-    "cached_tokens",
-    "e2e_latency",
-    "id",
-    "top_logprobs",
-}
-
-
-def disturb(server: Server, seed: int):
-    """A client that does one thing after another, some of them wrong, and leaves some half way."""
-    rng = random.Random(seed)
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        for _ in range(12):
-            path, body = rng.choice(DISTURBANCES + PROBES)
-            if rng.random() < 0.4:
-                with client.stream("POST", path, json=body | {"stream": True}) as reply:
-                    assert reply.status_code < 500, reply.read()
-                    if rng.random() < 0.5:
-                        reply.read()
-                continue
-            reply = client.post(path, json=body)
-            assert reply.status_code < 500, reply.text
-
-
-@pytest.mark.slow
-def test_every_answer_is_the_same_whatever_runs_beside_it(server):
-    def ask(at: int) -> dict:
-        path, body = PROBES[at]
-        return server.post(path, **body | {"temperature": 0})
-
-    before = [numbers(ask(at)) for at in range(len(PROBES))]
-    with ThreadPoolExecutor(max_workers=12) as pool:
-        crowd = [pool.submit(disturb, server, seed) for seed in range(8)]
-        order = [at for at in range(len(PROBES)) for _ in range(4)]
-        random.Random(0).shuffle(order)
-        for at, reply in zip(order, pool.map(ask, order), strict=True):
-            assert numbers(reply) == pytest.approx(before[at], abs=1e-3), PROBES[at]
-        for one in crowd:
-            one.result()
-    server.http.post("/flush_cache").raise_for_status()
-    for at in range(len(PROBES)):
-        assert numbers(ask(at)) == pytest.approx(before[at], abs=1e-3), PROBES[at]
-    counters = server.http.get("/server_info").json()["counters"]
-    assert counters["compilations_after_ready"] == 0 and counters["num_running"] == 0
-    assert counters["kv_pages"]["free"] == counters["kv_pages"]["total"]
 
 
 TASKS = {

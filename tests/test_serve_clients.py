@@ -44,6 +44,7 @@ SCORED = {"temperature": 0, "max_tokens": 1, "logprobs": 2, "echo": True}
 PROBES = [
     *(("/v1/completions", SCORED | {"prompt": prompt}) for prompt in PROMPTS),
     ("/v1/completions", SCORED | {"prompt": PROMPTS}),
+    ("/v1/completions", SCORED | {"prompt": SHARED, "max_tokens": 12, "ignore_eos": True, "n": 2}),
     *(("/v1/embeddings", {"input": prompt}) for prompt in (PROMPTS[0], PROMPTS[5], PROMPTS)),
     *(
         (

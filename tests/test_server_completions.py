@@ -82,6 +82,23 @@ def test_choices_are_prompt_major(http):
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (6, 6)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_choices_of_one_prompt_share_its_logprobs(http, max_tokens):
+    """They are found once, and the other choices of a stream wait for them."""
+    more = {"prompt": ["abcd", "e"], "n": 3, "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    whole = http.post(PATH, BASE | more).json()["choices"]
+    assert [each.wants_prompt_logprobs for each in http.engine.requests] == [True, False, False] * 2
+    assert all(choice["logprobs"] == whole[0]["logprobs"] for choice in whole[:3])
+    http.engine.num_scoring_steps = 5
+    texts, logprobs = [""] * 6, [[] for _ in range(6)]
+    for event in http.events(PATH, BASE | more):
+        (part,) = event["choices"]
+        texts[part["index"]] += part["text"]
+        logprobs[part["index"]] += part["logprobs"]["token_logprobs"]
+    assert texts == [choice["text"] for choice in whole]
+    assert logprobs == [choice["logprobs"]["token_logprobs"] for choice in whole]
+
+
 @pytest.mark.parametrize(
     "more",
     [

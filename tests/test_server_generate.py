@@ -83,6 +83,15 @@ def test_given_ids_are_scored_after_the_prompt(http):
     assert second["output_token_ids_logprobs"] == [[[-9999.0, 6, "'"]]]
 
 
+def test_answers_of_one_prompt_share_what_is_read_of_it(http):
+    body = BASE | {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": [5]}
+    body["sampling_params"] = GREEDY | {"n": 2, "max_new_tokens": 1}
+    one, two = (each["meta_info"] for each in http.post(PATH, body).json())
+    for name in ("input_token_logprobs", "output_token_ids_logprobs"):
+        assert one[name] == two[name] != []
+    assert [each.label_ids for each in http.engine.requests] == [(5,), ()]
+
+
 def test_what_ended_an_answer_is_told(http):
     stopped = http.post(PATH, BASE | {"sampling_params": GREEDY | {"stop": "b"}}).json()
     assert stopped["text"] == "a"

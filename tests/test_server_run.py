@@ -4,12 +4,15 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 
 import httpx
 import pytest
+import trustme
 
 from jaxprefill.errors import CompileError, ConfigError
 from jaxprefill.server.app import create_app
+from jaxprefill.server.context import Call
 from jaxprefill.server.run import ServerRun
 from jaxprefill.server.settings import ServerSettings
 from tests.fake_engine import FakeEngine
@@ -17,7 +20,16 @@ from tests.fake_engine import FakeEngine
 BODY = {"prompt": "a", "temperature": 0, "max_tokens": 5}
 
 
-def serve(visit, engine=None, **settings) -> int:
+@pytest.fixture(autouse=True)
+def signals():
+    """A server leaves signals ignored, as its process is about to end; this one is not."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def serve(visit, engine=None, *, verify=True, **settings) -> int:
     """The exit status of a server that is visited by `visit(client, engine)`."""
     engine = engine or FakeEngine()
 
@@ -25,7 +37,7 @@ def serve(visit, engine=None, **settings) -> int:
         chosen = ServerSettings(port=0, **settings)
         server = ServerRun(create_app(engine, chosen), engine, chosen)
         running = asyncio.create_task(server.run())
-        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20, verify=verify) as client:
             await visit(client, engine)
         return await asyncio.wait_for(running, 20)
 
@@ -55,6 +67,22 @@ def test_a_signal_lets_requests_finish_and_takes_no_new_ones():
         assert (await asked).json()["choices"][0]["text"] == "abcde"
 
     assert serve(visit) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_signals_after_the_last_answer_change_nothing(stream, monkeypatch):
+    monkeypatch.setattr(Call, "close", lambda call: None)  # the second comes before a call's end
+
+    async def visit(client, engine):
+        asked = await held_request(client, engine, stream=stream)
+        tell()
+        await asyncio.sleep(0.05)
+        engine.is_held = False
+        assert (await asked).status_code == 200
+        tell()
+
+    assert serve(visit) == 0
+    tell()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -103,3 +131,24 @@ def test_a_certificate_that_is_not_there_is_said_too():
     settings = ServerSettings(port=0, ssl_certfile="missing.pem")
     with pytest.raises(ConfigError, match="ssl_certfile"):
         ServerRun(create_app(FakeEngine(), settings), FakeEngine(), settings)
+
+
+def test_https_is_served_with_a_certificate_that_clients_trust(tmp_path):
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
+    for part in issued.cert_chain_pems:
+        part.write_to_path(chain, append=True)
+    issued.private_key_pem.write_to_path(key)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+
+    async def visit(client, engine):
+        assert client.base_url.scheme == "https"
+        reply = await client.post("/v1/completions", json=BODY)
+        assert reply.json()["choices"][0]["text"] == "abcde"
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as reply:
+            assert (await reply.aread()).endswith(b"data: [DONE]\n\n")
+        tell()
+
+    assert serve(visit, verify=trusting, ssl_certfile=str(chain), ssl_keyfile=str(key)) == 0

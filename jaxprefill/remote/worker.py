@@ -10,13 +10,14 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from typing import BinaryIO
 
 from jaxprefill.constraints import make_grammars
 from jaxprefill.engine import Engine
 from jaxprefill.errors import JaxPrefillError, RequestError
+from jaxprefill.grammar import Grammars
 from jaxprefill.prefill.compiler import ExecutableRecord
+from jaxprefill.remote.compiling import Compiled, Compiling
 from jaxprefill.remote.messages import (
     HEADER,
     TO_ENGINE,
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 _MAX_BATCH = 4096  # updates in one message
 _ACTIONS = ("flush_cache", "start_profile", "stop_profile")
 _Item = FromEngine | tuple[int, RequestUpdate] | None
+Inbox = queue.SimpleQueue[ToEngine | Compiled]
 
 
 class Outbox:
@@ -82,6 +84,7 @@ class Relay:
 
     def __init__(self, number: int, outbox: Outbox, relays: "dict[int, Relay]") -> None:
         """It is among `relays` until it ends."""
+        self.unwanted: set[str] = set()  # requests that were ended before they began
         self._number = number
         self._outbox = outbox
         self._relays = relays
@@ -105,19 +108,26 @@ class Relay:
 class Service:
     """Serves one engine to one connection."""
 
-    def __init__(self, engine: Engine, outbox: Outbox) -> None:
+    def __init__(self, engine: Engine, outbox: Outbox, inbox: Inbox, grammars: Grammars) -> None:
         """The engine is this service's alone."""
         self._engine = engine
         self._outbox = outbox
+        self._inbox = inbox
         self._relays: dict[int, Relay] = {}
+        self._compiling = Compiling(grammars, inbox.put)
 
-    def run(self, messages: Iterator[ToEngine]) -> None:
+    def run(self) -> None:
         """Does what the messages say until one says stop."""
-        for message in messages:
-            match message:
+        while True:
+            match message := self._inbox.get():
                 case Submit():
                     relay = Relay(message.number, self._outbox, self._relays)
-                    self._engine.submit(message.requests, relay)
+                    if any(request.grammar is not None for request in message.requests):
+                        self._compiling.submit(message)
+                    else:
+                        self._engine.submit(message.requests, relay)
+                case Compiled():
+                    self._start(message)
                 case Abort():
                     self._abort(message)
                 case Ask():
@@ -127,14 +137,32 @@ class Service:
                 case Start():
                     logger.error("the engine was told to start twice")
 
+    def close(self) -> None:
+        """Ends the engine."""
+        self._compiling.close()
+        self._engine.close()
+
+    def _start(self, message: Compiled) -> None:
+        """Submits what had to wait for its grammars, unless nobody wants it any more."""
+        relay = self._relays.get(message.number)
+        if relay is None:
+            return
+        if message.error is not None:
+            relay.on_end(message.error)
+        else:
+            wanted = [each for each in message.requests if each.id not in relay.unwanted]
+            self._engine.submit(wanted, relay, matchers=message.matchers)
+
     def _abort(self, message: Abort) -> None:
         relay = self._relays.get(message.number)
         if relay is None:  # it ended meanwhile
             return
-        names = None if message.request_id is None else [message.request_id]
-        if names is None:
+        if message.request_id is None:
             self._relays.pop(message.number, None)
-        self._engine.abort(relay, names)
+            self._engine.abort(relay)
+        else:
+            relay.unwanted.add(message.request_id)
+            self._engine.abort(relay, [message.request_id])
 
     def _answer(self, message: Ask) -> None:
         try:
@@ -152,25 +180,25 @@ class Service:
 def serve(connection: socket.socket) -> None:
     """Starts the engine that the first message describes, and serves it."""
     outbox = Outbox(connection)
-    messages = _messages(connection)
-    start = next(messages)
+    inbox = _inbox(connection)
+    start = inbox.get()
     assert isinstance(start, Start), "the first message starts the engine"
     logging.basicConfig(
         level=logging.INFO if start.is_verbose else logging.ERROR,
         format="%(levelname)s %(name)s: %(message)s",
     )
     try:
-        engine = _start(start, outbox)
+        service = _start(start, outbox, inbox)
     except JaxPrefillError as error:
         outbox.put(Refused(type(error).__name__, str(error)))
         outbox.close()
         return
-    Service(engine, outbox).run(messages)
-    engine.close()
+    service.run()
+    service.close()
     outbox.close()
 
 
-def _start(start: Start, outbox: Outbox) -> Engine:
+def _start(start: Start, outbox: Outbox, inbox: Inbox) -> Service:
     num_done = 0
 
     def on_compiled(record: ExecutableRecord, num_all: int) -> None:
@@ -180,8 +208,8 @@ def _start(start: Start, outbox: Outbox) -> Engine:
         outbox.put(Progress(record.name, seconds, num_done, num_all))
 
     engine = Engine(on_compiled=on_compiled, **start.options)
-    engine.use_grammars(make_grammars(engine.tokenizer, engine.plan.model.vocab_size))
     plan = engine.plan
+    grammars = make_grammars(engine.tokenizer, plan.model.vocab_size)
     outbox.put(
         Ready(
             root=plan.config.model,
@@ -193,12 +221,12 @@ def _start(start: Start, outbox: Outbox) -> Engine:
             description=plan.describe(),
         )
     )
-    return engine
+    return Service(engine, outbox, inbox, grammars)
 
 
-def _messages(connection: socket.socket) -> Iterator[ToEngine]:
+def _inbox(connection: socket.socket) -> Inbox:
     """What the parent says; its end is seen even while nobody asks for the next message."""
-    found: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+    found: Inbox = queue.SimpleQueue()
 
     def read(stream: BinaryIO) -> None:
         while len(header := stream.read(HEADER.size)) == HEADER.size:
@@ -207,8 +235,7 @@ def _messages(connection: socket.socket) -> Iterator[ToEngine]:
 
     stream = connection.makefile("rb")
     threading.Thread(target=read, args=(stream,), name="inbox", daemon=True).start()
-    while True:
-        yield found.get()
+    return found
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ from jaxprefill.server.fields import SamplingFields
 from jaxprefill.server.logprobs import LogprobWriter
 from jaxprefill.server.replies import EventStream
 from jaxprefill.server.structured import grammar_of
+from jaxprefill.server.templating import template_options
 
 
 class ChatBody(SamplingFields, kw_only=True):
-    """The fields of a chat; `messages` are checked by the tokenizer."""
+    """The fields of a chat."""
 
     messages: Any = None
     max_completion_tokens: int | None = None
@@ -43,16 +44,16 @@ async def chat(call: Call, body: ChatBody) -> Any:
     """Answers one body."""
     _check(body)
     with_usage = body.wants_usage()
-    template_options = _template_options(body)
+    options = template_options(body)
     admission = call.context.admission()
     prompt = await call.off_loop_if_long(
-        _size(body.messages), lambda: admission.chat_ids(body.messages, template_options)
+        _size(body.messages), lambda: admission.chat_ids(body.messages, options)
     )
     params = body.sampling_params(
         max_tokens=_max_tokens(body, call, len(prompt)),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    wants = Wants(grammar=grammar_of(body.response_format))
+    wants = Wants(grammar=await grammar_of(call, body.response_format))
     requests = await call.requests([prompt], params, wants=wants, name="messages")
     layout, generation = _Layout(call, body, prompt), call.submit(requests)
     if body.stream:
@@ -115,26 +116,6 @@ def _check(body: ChatBody) -> None:
             )
         if not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
             raise wrong("top_logprobs", f"an integer, 0 to {MAX_TOP_LOGPROBS}", body.top_logprobs)
-    if body.chat_template is not None:
-        raise RequestError(
-            "chat_template must be left out: the model's own is used; use chat_template_kwargs, "
-            "or send a plain prompt to /v1/completions",
-            param="chat_template",
-        )
-    if body.tool_choice not in (None, "none", "auto"):
-        raise wrong("tool_choice", "none or auto: no call can be demanded", body.tool_choice)
-
-
-def _template_options(body: ChatBody) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "add_generation_prompt": body.add_generation_prompt,
-        "continue_final_message": body.continue_final_message,
-    }
-    if body.tools and body.tool_choice != "none":
-        options["tools"] = body.tools
-    if body.documents:
-        options["documents"] = body.documents
-    return options | body.chat_template_kwargs
 
 
 def _max_tokens(body: ChatBody, call: Call, prompt_length: int) -> int:

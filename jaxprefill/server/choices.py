@@ -102,16 +102,21 @@ async def whole_parts(generation: Generation) -> list[Part]:
 async def parts(generation: Generation) -> AsyncGenerator[Part]:
     """What is new of a choice, as steps bring text; raises what `Generation.updates` raises."""
     num_told: dict[int, int] = {}
-    async for index in generation.updates():
-        collector = generation.collectors[index]
-        if not collector.tokens and not collector.is_finished:
-            continue  # the prompt is still being read
-        is_first = index not in num_told
-        part = _part(index, collector, start=num_told.get(index, 0), is_first=is_first)
-        if not part.text and not part.done:
-            continue  # half a character, or perhaps a stop string
-        num_told[index] = len(collector.tokens)
-        yield part
+    changed: set[int] = set()
+    async for changed_one in generation.updates():
+        changed.add(changed_one)
+        for index in sorted(changed):
+            collector = generation.collectors[index]
+            has_begun = collector.tokens or collector.is_finished
+            if not has_begun or not collector.is_prompt_read:
+                continue  # the prompt is still being read, by this choice or for it
+            changed.discard(index)
+            is_first = index not in num_told
+            part = _part(index, collector, start=num_told.get(index, 0), is_first=is_first)
+            if not part.text and not part.done:
+                continue  # half a character, or perhaps a stop string
+            num_told[index] = len(collector.tokens)
+            yield part
 
 
 def _part(index: int, collector: Collector, *, start: int, is_first: bool) -> Part:

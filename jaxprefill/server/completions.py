@@ -47,7 +47,7 @@ async def completions(call: Call, body: CompletionBody) -> Any:
     wants = Wants(
         prompt_logprobs=scores_prompt,
         prompt_top=(body.logprobs or 0) * scores_prompt,
-        grammar=grammar_of(body.response_format),
+        grammar=await grammar_of(call, body.response_format),
     )
     requests = await call.requests(prompts, params, wants=wants)
     echoes: list[Echo] = []

@@ -150,7 +150,11 @@ class ServerContext:
 
 
 class Call:
-    """One HTTP request that is being answered."""
+    """One HTTP request that is being answered.
+
+    Attributes:
+        is_answered: the last of the answer is on its way.
+    """
 
     def __init__(self, context: ServerContext, request_id: str) -> None:
         """It is among the context's calls until it is closed.
@@ -163,6 +167,7 @@ class Call:
             raise ApiError(409, message, param="request_id", code="duplicate_request_id")
         self.context = context
         self.request_id = request_id
+        self.is_answered = False
         self.created = int(time.time())
         self._arrived_at = time.monotonic()
         self._generations: list[Generation] = []

@@ -109,13 +109,16 @@ async def generate(call: Call, body: GenerateBody) -> Any:
     prompts = _prompts(body)
     samplings = _samplings(body.sampling_params, len(prompts))
     wanted = _logprobs_wanted(call, body, len(prompts))
+    grammars: list[str | None] = [None] * len(prompts)
+    if any(one.json_schema is not None for one in samplings):
+        grammars = await call.context.off_loop(lambda: [one.grammar() for one in samplings])
     requests = await call.requests(
         prompts,
         [
             one.checked_params(logprobs=want.num_top if want.is_wanted else None)
             for one, want in zip(samplings, wanted, strict=True)
         ],
-        wants=[_wants(one, want) for one, want in zip(samplings, wanted, strict=True)],
+        wants=[_wants(*each) for each in zip(samplings, wanted, grammars, strict=True)],
         name="input_ids" if body.text is None else "text",
     )
     each = [want for one, want in zip(samplings, wanted, strict=True) for _ in range(one.n)]
@@ -233,13 +236,14 @@ def _prompts(body: GenerateBody) -> list[Prompt]:
 
 
 def _samplings(given: Any, count: int) -> list[GenerateSampling]:
-    rows: Any = given if isinstance(given, list) else [given] * count
-    if len(rows) != count or not all(isinstance(row, dict) for row in rows):
+    rows: Any = given if isinstance(given, list) else [given]
+    if len(rows) != (count if rows is given else 1) or not all(isinstance(x, dict) for x in rows):
         raise wrong("sampling_params", f"an object, or a list of {count} of them", given)
-    return [convert(row, GenerateSampling) for row in rows]
+    found = [convert(row, GenerateSampling) for row in rows]
+    return found if rows is given else found * count
 
 
-def _wants(sampling: GenerateSampling, wanted: LogprobsWanted) -> Wants:
+def _wants(sampling: GenerateSampling, wanted: LogprobsWanted, grammar: str | None) -> Wants:
     if wanted.label_ids and sampling.num_new > 1:
         raise RequestError(
             "token_ids_logprob is answered for the first place after the prompt, so max_new_tokens "
@@ -251,7 +255,7 @@ def _wants(sampling: GenerateSampling, wanted: LogprobsWanted) -> Wants:
         prompt_logprobs=is_scored,
         prompt_top=wanted.num_top * is_scored,
         label_ids=wanted.label_ids,
-        grammar=sampling.grammar(),
+        grammar=grammar,
     )
 
 

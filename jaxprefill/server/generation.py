@@ -26,7 +26,7 @@ class Generation:
         on_end: Callable[[], None],
     ) -> None:
         """`arrived_at` is a time of `time.monotonic`; `on_end` hears of each sequence's end."""
-        self.collectors = [Collector(request, tokenizer) for request in requests]
+        self.collectors = _collectors(requests, tokenizer)
         self._submission = submission
         self._observer = observer
         self._arrived_at = arrived_at
@@ -113,3 +113,15 @@ class Generation:
 
     def _since(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self._arrived_at
+
+
+def _collectors(requests: Sequence[Request], tokenizer: Tokenizer) -> list[Collector]:
+    """One a request; of several with one prompt, the first finds what is wanted of the prompt."""
+    found: list[Collector] = []
+    for request in requests:
+        lead = found[-request.index] if request.index else None
+        is_read = lead is not None and (
+            lead.request.wants_prompt_logprobs or lead.request.label_ids
+        )
+        found.append(Collector(request, tokenizer, lead=lead if is_read else None))
+    return found

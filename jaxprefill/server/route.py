@@ -75,6 +75,7 @@ class JsonRoute(Generic[B]):
             await answer.stream(reply)
         else:
             await answer.json(reply)
+        call.is_answered = True
 
     async def _fail(self, answer: "_Answer", error: ApiError) -> None:
         self._context.observer.rejected(_REASONS.get(error.status, error.code or "error"))

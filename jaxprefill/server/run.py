@@ -32,7 +32,7 @@ class ServerRun:
     """One run of a server.
 
     The first SIGTERM or SIGINT drains: health says 503, new requests get 503, and those that run
-    have `drain_timeout` to finish. The second ends them.
+    have `drain_timeout` to finish. The second ends them. After its end the process ignores both.
     """
 
     def __init__(self, app: Starlette, engine: ManagedEngine, settings: ServerSettings) -> None:
@@ -82,7 +82,7 @@ class ServerRun:
         """
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._hear)
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._hear))
         serving = asyncio.create_task(self._http.serve(sockets=[self._socket]))
         engine = asyncio.create_task(self._engine.run())
         told = asyncio.create_task(self._was_told.wait())
@@ -94,8 +94,8 @@ class ServerRun:
             await engine  # raises what kept it from starting
         finally:
             told.cancel()
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
+            for number in _SIGNALS:  # what comes now would only spoil the exit status
+                signal.signal(number, signal.SIG_IGN)
         return 0 if has_drained else 1
 
     def _hear(self) -> None:
@@ -108,7 +108,7 @@ class ServerRun:
         deadline = time.monotonic() + self._settings.drain_timeout
         while self._context.calls and self._num_signals < 2 and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
-        return not self._context.calls
+        return all(call.is_answered for call in self._context.calls.values())
 
     async def _close(self, serving: "asyncio.Task[None]") -> None:
         """Lets the last answers out, and closes the port."""

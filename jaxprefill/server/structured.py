@@ -4,10 +4,11 @@ from typing import Any
 
 from jaxprefill.constraints import json_grammar
 from jaxprefill.server.body import wrong
+from jaxprefill.server.context import Call
 
 
-def grammar_of(response_format: dict[str, Any] | None) -> str | None:
-    """The grammar of a `response_format`; None: any text.
+async def grammar_of(call: Call, response_format: dict[str, Any] | None) -> str | None:
+    """The grammar of a `response_format`; None: any text. Other calls are not held up by it.
 
     Raises:
         RequestError: the format is unknown, or its schema cannot be followed.
@@ -16,7 +17,7 @@ def grammar_of(response_format: dict[str, Any] | None) -> str | None:
     if response_format is None or kind == "text":
         return None
     if kind == "json_object":
-        return json_grammar()
+        return await call.context.off_loop(json_grammar)
     named = response_format.get("json_schema")
     if kind != "json_schema" or not isinstance(named, dict) or named.get("schema") is None:
         rule = (
@@ -24,4 +25,4 @@ def grammar_of(response_format: dict[str, Any] | None) -> str | None:
             '{"type": "json_schema", "json_schema": {"schema": {...}}}'
         )
         raise wrong("response_format", rule, response_format)
-    return json_grammar(named["schema"])
+    return await call.context.off_loop(lambda: json_grammar(named["schema"]))

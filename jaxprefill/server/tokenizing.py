@@ -15,27 +15,32 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxprefill.admission import as_ids, check_ids
 from jaxprefill.errors import RequestError
 from jaxprefill.server.body import wrong
 from jaxprefill.server.context import Call, ServerContext, size_of
 from jaxprefill.server.fields import BaseBody
 from jaxprefill.server.health import json_response
 from jaxprefill.server.route import post
+from jaxprefill.server.templating import template_options
 
 _CHARACTERS_A_TOKEN = 32  # so ten times the context is taken, of any text
 
 
 class TokenizeBody(BaseBody, kw_only=True):
-    """The fields of vLLM's and SGLang's /tokenize."""
+    """The fields of vLLM's and SGLang's /tokenize; a chat's ids are those of a chat's prompt."""
 
     prompt: Any = None
-    messages: Any = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+    messages: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     tools: list[Any] = msgspec.field(default_factory=list[Any])
+    tool_choice: Any = None
+    documents: list[Any] = msgspec.field(default_factory=list[Any])
 
 
 class DetokenizeBody(BaseBody, kw_only=True):
@@ -55,7 +60,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
 
     def encode() -> list[list[int]]:
         if body.prompt is None:
-            return [_chat_ids(call, body)]
+            return [list(call.context.admission().chat_ids(body.messages, template_options(body)))]
         return [
             tokenizer.encode(text, add_special_tokens=body.add_special_tokens) for text in texts
         ]
@@ -82,10 +87,9 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     rows: list[Any] = given if is_list else [given]
 
     def decode() -> list[str]:
-        for row in rows:
-            _check_ids(row, call.model.config.vocab_size)
         decode_one = call.model.tokenizer.decode
-        return [decode_one(row, skip_special_tokens=body.skip_special_tokens) for row in rows]
+        checked = [_ids(row, call.model.config.vocab_size) for row in rows]
+        return [decode_one(row, skip_special_tokens=body.skip_special_tokens) for row in checked]
 
     texts = await call.off_loop_if_long(size_of(given), decode)
     text = texts if is_list else texts[0]
@@ -118,18 +122,6 @@ def tokenizer_routes(context: ServerContext) -> list[Route]:
     ]
 
 
-def _chat_ids(call: Call, body: TokenizeBody) -> list[int]:
-    options: dict[str, Any] = {
-        "add_generation_prompt": body.add_generation_prompt,
-        "continue_final_message": body.continue_final_message,
-    }
-    if body.tools:
-        options["tools"] = body.tools
-    return list(
-        call.context.admission().chat_ids(body.messages, options | body.chat_template_kwargs)
-    )
-
-
 def _texts(call: Call, prompt: Any) -> list[str]:
     texts: Any = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -145,10 +137,9 @@ def _texts(call: Call, prompt: Any) -> list[str]:
     return texts
 
 
-def _check_ids(ids: Any, vocab_size: int) -> None:
-    if not isinstance(ids, list):
-        raise wrong("tokens", "a list of token ids, or of such lists", ids)
-    for token in ids:
-        is_id = isinstance(token, int) and not isinstance(token, bool)
-        if not is_id or not 0 <= token < vocab_size:
-            raise wrong("tokens", f"token ids, 0 to {vocab_size - 1}", token)
+def _ids(given: Any, vocab_size: int) -> tuple[int, ...]:
+    if not isinstance(given, list):
+        raise wrong("tokens", "a list of token ids, or of such lists", given)
+    ids = as_ids(given, "tokens")
+    check_ids("tokens", ids, vocab_size)
+    return ids
