@@ -1,11 +1,13 @@
 """Load on any server that speaks OpenAI's API: Poisson arrivals at stated rates.
 
     python -m benchmarks.serving rates --url URL --rate 2 4 8 [--kind score --items 10]
+    python -m benchmarks.serving limit --url URL --kind score --prompt-tokens 300 --max-e2e-ms 500
     python -m benchmarks.serving overload --url URL --duration 120 [--pid PID]
     python -m benchmarks.serving front [--model demo]
 
 `rates`: time to the first token and to the end, throughput, goodput (answers within --max-ttft-ms
-and --max-e2e-ms), rejections, items a second. `overload`: first what the server sustains, then
+and --max-e2e-ms), rejections, items a second. `limit`: the highest rate at which the p99 of the end
+keeps to --max-e2e-ms and nothing is refused, from the first --rate on. `overload`: first what the server sustains, then
 twice as much, with /health asked every 100 ms; pages and memory before and after. `front`: 16-token
 scoring requests, 64 at a time over HTTP, beside the same prompts in one call of the engine.
 """
@@ -20,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from benchmarks.load import (
     Connections,
     Query,
     Sample,
+    arrivals,
     closed_loop,
     open_loop,
     percentiles,
@@ -41,7 +45,8 @@ _WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 def make_query(args: argparse.Namespace, index: int) -> Query:
     """The request of that number, the same every time; no two begin alike unless asked to."""
     source = random.Random(f"{args.seed}-{index}")
-    ids = [source.randrange(5, args.vocab) for _ in range(args.prompt_tokens)]
+    known = range(5, args.vocab)
+    ids = source.choices(known, k=args.prompt_tokens)
     common: dict[str, Any] = {"model": args.model} if args.model else {}
     asked = {"max_tokens": args.max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     if args.kind == "completions":
@@ -53,38 +58,61 @@ def make_query(args: argparse.Namespace, index: int) -> Query:
     if args.kind == "scoring":
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
         return Query("/v1/completions", common | body)
-    items = [
-        [source.randrange(5, args.vocab) for _ in range(args.prompt_tokens)]
-        for _ in range(args.items)
-    ]
-    shared = random.Random(args.seed)
-    query = [shared.randrange(5, args.vocab) for _ in range(args.query_tokens)]
+    items = [source.choices(known, k=args.prompt_tokens) for _ in range(args.items)]
+    query = random.Random(args.seed).choices(known, k=args.query_tokens)
     body = {"query": query, "items": items, "label_token_ids": [5, 6], "apply_softmax": True}
     return Query("/v1/score", common | body, num_items=args.items)
 
 
 async def rates(args: argparse.Namespace) -> dict[str, Any]:
     """One row for each rate."""
-    connections = Connections(args.url, key=args.api_key)
     rows: list[dict[str, Any]] = []
-    for rate in args.rate:
-        row = await _at_rate(connections, args, rate, args.duration)
-        rows.append({"rate": rate} | row)
-        print(json.dumps(rows[-1]), flush=True)
-    connections.close()
+    with closing(Connections(args.url, key=args.api_key)) as connections:
+        for rate in args.rate:
+            rows.append(await _at_rate(connections, args, rate, _num_sent(rows)))
+            print(json.dumps(rows[-1]), flush=True)
     return {"kind": args.kind, "rows": rows}
 
 
+async def limit(args: argparse.Namespace) -> dict[str, Any]:
+    """Half as much again until the limit breaks, then halves of the gap."""
+    rows: list[dict[str, Any]] = []
+    held, broken, rate = 0.0, 0.0, args.rate[0]
+    with closing(Connections(args.url, key=args.api_key)) as connections:
+        while not broken or (broken > 1.06 * held and broken > args.rate[0] / 8):
+            rows.append(await _at_rate(connections, args, rate, _num_sent(rows)))
+            print(json.dumps(rows[-1]), flush=True)
+            if _holds(args, rows[-1]):
+                held = rate
+            else:
+                broken = rate
+            rate = (held + broken) / 2 if broken else 1.5 * rate
+    best = [row for row in rows if row["rate"] == round(held, 2)]
+    return {"kind": args.kind, "max_e2e_ms": args.max_e2e_ms, "best": best, "rows": rows}
+
+
+def _holds(args: argparse.Namespace, row: dict[str, Any]) -> bool:
+    is_whole = set(row["statuses"]) == {"200"}
+    return is_whole and row["e2e_ms"]["p99"] <= args.max_e2e_ms
+
+
+def _num_sent(rows: list[dict[str, Any]]) -> int:
+    return sum(row["sent"] for row in rows)
+
+
 async def _at_rate(
-    connections: Connections, args: argparse.Namespace, rate: float, duration_s: float
+    connections: Connections, args: argparse.Namespace, rate: float, first: int = 0
 ) -> dict[str, Any]:
+    """What comes of Poisson arrivals; requests are numbered from `first`, so none comes twice."""
+    count = sum(1 for _ in arrivals(rate, args.duration, args.seed))
+    queries = [make_query(args, first + index) for index in range(count)]
     began = time.perf_counter()
 
     async def send(index: int, due: float) -> Sample:
-        return await connections.send(make_query(args, index), due)
+        return await connections.send(queries[index], due)
 
-    samples = await open_loop(send, rate=rate, duration_s=duration_s, seed=args.seed)
-    return summary(
+    samples = await open_loop(send, rate=rate, duration_s=args.duration, seed=args.seed)
+    return {"rate": round(rate, 2)} | summary(
         samples,
         elapsed_s=time.perf_counter() - began,
         max_first_s=args.max_ttft_ms / 1000,
@@ -104,7 +132,7 @@ async def overload(args: argparse.Namespace) -> dict[str, Any]:
     sustained = sum(sample.status == 200 for sample in found) / warm_s
     before = await _state(watch, args.pid)
     watching = asyncio.ensure_future(_watch_health(watch))
-    row = await _at_rate(connections, args, 2 * sustained, args.duration)
+    row = await _at_rate(connections, args, 2 * sustained)
     watching.cancel()
     health = await watching
     await asyncio.sleep(1.0)
@@ -113,7 +141,6 @@ async def overload(args: argparse.Namespace) -> dict[str, Any]:
     watch.close()
     return {
         "sustained_per_s": round(sustained, 2),
-        "rate": round(2 * sustained, 2),
         **row,
         "health_ms": percentiles(health) | {"max": round(1000 * max(health), 2)},
         "before": before,
@@ -234,7 +261,7 @@ def engine(args: argparse.Namespace) -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Modes and options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
-    parser.add_argument("mode", choices=("rates", "overload", "front", "engine"))
+    parser.add_argument("mode", choices=("rates", "limit", "overload", "front", "engine"))
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", help="its name; default: the server's only one")
     parser.add_argument("--api-key")
@@ -262,7 +289,7 @@ def main() -> None:
     if args.mode == "engine":
         engine(args)
         return
-    mode = {"rates": rates, "overload": overload, "front": front}[args.mode]
+    mode = {"rates": rates, "limit": limit, "overload": overload, "front": front}[args.mode]
     found = asyncio.run(mode(args))
     print(json.dumps(found, indent=2))
     if args.output:

@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.load import Sample, arrivals, percentiles, summary
-from benchmarks.serving import KINDS, overload, parse, rates
+from benchmarks.serving import KINDS, limit, overload, parse, rates
+from jaxprefill.errors import EngineUnavailable
 from tests.fake_engine import FakeEngine
 from tests.live import live
 
@@ -41,6 +42,32 @@ def test_every_kind_of_load_is_answered(kind):
     (row,) = found["rows"]
     assert row["statuses"] == {"200": row["sent"]} and row["sent"] > 3
     assert row["items_per_s"] >= row["throughput_per_s"] > 0
+
+
+def test_the_highest_rate_within_a_limit_is_found_and_no_request_is_sent_twice():
+    class Tiring(FakeEngine):
+        def submit(self, requests):
+            if len(self.requests) > 60:
+                raise EngineUnavailable("enough")
+            return super().submit(requests)
+
+    engine = Tiring()
+    with live(engine) as url:
+        given = ["limit", f"--url={url}", "--kind=score", "--rate", "80", "--duration=0.1", *SHORT]
+        found = asyncio.run(limit(parse(given)))
+    (best,) = found["best"]
+    assert best["statuses"] == {"200": best["sent"]} and best["rate"] >= 80
+    over = min(row["rate"] for row in found["rows"] if row["statuses"].keys() - {"200"})
+    assert best["rate"] < over < 1.1 * best["rate"]
+    prompts = [request.prompt_ids for request in engine.requests]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_no_rate_is_found_where_the_first_is_too_slow():
+    with live(FakeEngine()) as url:
+        given = ["limit", f"--url={url}", "--rate", "80", "--max-e2e-ms=0.001", "--duration=0.1"]
+        found = asyncio.run(limit(parse([*given, *SHORT])))
+    assert found["best"] == [] and len(found["rows"]) > 3
 
 
 def test_too_much_load_is_refused_with_a_time_to_come_again():
