@@ -7,9 +7,10 @@
 
 `rates`: time to the first token and to the end, throughput, goodput (answers within --max-ttft-ms
 and --max-e2e-ms), rejections, items a second. `limit`: the highest rate at which the p99 of the end
-keeps to --max-e2e-ms and nothing is refused, from the first --rate on. `overload`: first what the server sustains, then
-twice as much, with /health asked every 100 ms; pages and memory before and after. `front`: 16-token
-scoring requests, 64 at a time over HTTP, beside the same prompts in one call of the engine.
+keeps to --max-e2e-ms and nothing is refused, from the first --rate on. `overload`: first what the
+server sustains, then twice as much, with /health asked every 100 ms; pages and memory before and
+after. `front`: 16-token scoring requests, 64 at a time over HTTP, beside the same prompts in one
+call of the engine.
 """
 
 import argparse
