@@ -23,7 +23,7 @@ from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
 from jaxprefill.prefill.forward import Body
 from jaxprefill.prefill.fused import make_body
 from jaxprefill.prefill.policy import PrefillPolicy
-from jaxprefill.prefill.runner import PrefillRunner
+from jaxprefill.prefill.runner import Executable, PrefillRunner
 from jaxprefill.prefill.staging import MARK, Staging, mark_job, pinned_sharding
 from jaxprefill.sampling.head import HeadFunctions, head_jobs
 from jaxprefill.sampling.pooling import PoolingRunner, pooling_jobs
@@ -45,17 +45,11 @@ class Assembly:
 
     def jobs(self) -> list[CompileJob]:
         """Every executable the engine will ever run."""
-        plan, jobs = self.plan, list[CompileJob]()
-        if plan.config.prefill_backend == "full":
-            for key in plan.ladder.keys:
-                jobs.append(self._job(f"prefill {key}", self._whole(key)))
-        if plan.config.prefill_backend == "layerwise":
-            jobs += self._layerwise_jobs("layerwise", plan.ladder)
+        plan, jobs = self.plan, self._prefill_jobs(self.plan.ladder)
         jobs += self._layerwise_jobs("eager", plan.eager_ladder)
         for slots in plan.decode_slots:
             key = plan.decode_key(slots)
             jobs.append(self._job(f"decode {key}", self._whole(key, is_decode=True)))
-        jobs += [mark_job(self.shapes.hidden)] if self._is_staged else []
         if plan.model.has_lm_head:
             split = VocabularySplit(plan.model.vocab_size, self.mesh.size)
             jobs += head_jobs(
@@ -66,6 +60,24 @@ class Assembly:
             )
         jobs += pooling_jobs(self.shapes, kind=plan.model.pooling.kind, num_rows=plan.pool_rows)
         return [job.over(self.mesh) for job in jobs]
+
+    def prefill_jobs(self, ladder: BucketLadder) -> list[CompileJob]:
+        """The executables of any ladder within the plan's sizes, and what running them needs."""
+        return [job.over(self.mesh) for job in self._prefill_jobs(ladder)]
+
+    def prefill_executables(
+        self, ladder: BucketLadder, state: DeviceState, compiled: dict[str, Compiled]
+    ) -> dict[ShapeKey, Executable]:
+        """Runs `prefill_jobs` once they are compiled; none with the eager backend."""
+        match self.plan.config.prefill_backend:
+            case "full":
+                return {
+                    key: self._executable("prefill", key, state, compiled) for key in ladder.keys
+                }
+            case "layerwise":
+                return {**self._layerwise("layerwise", ladder, state, compiled)}
+            case "eager":
+                return {}
 
     def allocate(self, leaves: Leaves) -> DeviceState:
         """The device's arrays: weights as loaded, the rest zero."""
@@ -115,26 +127,27 @@ class Assembly:
     ) -> PrefillRunner:
         plan = self.plan
         backend = plan.config.prefill_backend
-        executables: dict[ShapeKey, Any] = {}
-        if backend == "full":
-            executables = {
-                key: self._executable("prefill", key, state, compiled) for key in plan.ladder.keys
-            }
-        elif backend == "layerwise":
-            executables = self._layerwise("layerwise", plan.ladder, state, compiled)
         return PrefillRunner(
             policy=PrefillPolicy(
                 ladder=plan.ladder,
                 is_enabled=backend != "eager",
                 max_padding_factor=plan.config.max_padding_factor,
             ),
-            executables=executables,
+            executables=self.prefill_executables(plan.ladder, state, compiled),
             path=backend,
             fallback_ladder=plan.eager_ladder,
             fallback=self._layerwise("eager", plan.eager_ladder, state, compiled),
             is_strict=plan.config.strict_prefill,
             counters=counters,
         )
+
+    def _prefill_jobs(self, ladder: BucketLadder) -> list[CompileJob]:
+        jobs = [mark_job(self.shapes.hidden)] if self._is_staged else []
+        if self.plan.config.prefill_backend == "full":
+            jobs += [self._job(f"prefill {key}", self._whole(key)) for key in ladder.keys]
+        if self.plan.config.prefill_backend == "layerwise":
+            jobs += self._layerwise_jobs("layerwise", ladder)
+        return jobs
 
     def _job(self, name: str, body: Body) -> CompileJob:
         return PrefillExecutable.job(name, body, self.shapes, self._pinned())

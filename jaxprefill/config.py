@@ -7,7 +7,7 @@ from jaxprefill.errors import ConfigError
 from jaxprefill.integers import parse_count, parse_counts
 
 PrefillBackend = Literal["full", "layerwise", "eager"]
-NAMED_LADDERS = ("default", "upstream")
+NAMED_LADDERS = ("auto", "default", "upstream")
 DType = Literal["auto", "float32", "bfloat16"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -223,7 +223,10 @@ class EngineConfig:
         "full", "full: one executable a shape; layerwise: one a layer; eager: fallback only"
     )
     prefill_buckets: str | tuple[int, ...] = option(
-        "default", "default, upstream (SGLang's ladder), or token counts: 16,64,256", "LADDER"
+        "auto",
+        "auto (what `jaxprefill tune --write` chose, else default), default, upstream (SGLang's "
+        "ladder), or token counts: 16,64,256",
+        "LADDER",
     )
     full_prefill_max_req: int | None = option(
         None, "request slots of a prefill executable (default: max_running_requests)", "N"

@@ -24,11 +24,12 @@ from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.grammar import NO_MATCHERS, Matchers
 from jaxprefill.kernels.device import describe_device, free_memory_bytes
 from jaxprefill.loop import EngineLoop, Listener
-from jaxprefill.plan import EnginePlan, make_plan
+from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import ExecutableRecord
 from jaxprefill.readings import Reading, Readings
 from jaxprefill.request import Completion, Request, SamplingParams
 from jaxprefill.startup import start
+from jaxprefill.tuning.chosen import choose_plan, user_results
 from jaxprefill.weights.locate import open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Engine:
         """
         config = make_config(model=model, **options)
         checkpoint = open_checkpoint(config.model)
-        self.plan = make_plan(config, checkpoint.config, describe_device())
+        self.plan = choose_plan(config, checkpoint.config, describe_device(), user_results())
         if on_planned is not None:
             on_planned(self.plan)
         self._started = start(checkpoint, self.plan, on_compiled=on_compiled or _log_compiled)

@@ -43,6 +43,7 @@ class EnginePlan:
         eager_ladder: coarse shapes of the eager fallback, at the full context.
         sample_rows, score_rows: row counts of the LM head; none where the model lacks it.
         pool_rows: row count of what makes embeddings and reads the classifier.
+        ladder_origin: where the buckets come from, where neither the user nor the default says.
         cache_spec: what one device keeps per token.
         num_pages: pages of each pool, and layer.
     """
@@ -63,6 +64,13 @@ class EnginePlan:
     sample_rows: tuple[int, ...]
     score_rows: tuple[int, ...]
     pool_rows: int
+    ladder_origin: str = ""
+
+    @property
+    def default_buckets(self) -> tuple[int, ...]:
+        """The default ladder of this device, up to the same size."""
+        ladder = CPU_BUCKETS if self.device.platform == "cpu" else GPU_BUCKETS
+        return cut_ladder(ladder, self.chunked_prefill_size)
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -78,9 +86,11 @@ class EnginePlan:
 
     def describe(self) -> str:
         """One line: device, attention, and the shapes that are built."""
+        origin = f" ({self.ladder_origin})" if self.ladder_origin else ""
         return (
             f"{self.device.platform}, {self.dtype.name}, attention {self.backend.name}; "
-            f"prefill {self.config.prefill_backend}: buckets {_joined(self.ladder.buckets)}, "
+            f"prefill {self.config.prefill_backend}: "
+            f"buckets {_joined(self.ladder.buckets)}{origin}, "
             f"{self.ladder.num_slots} slots, context {_joined(self.ladder.max_contexts)}; "
             f"decode slots {_joined(self.decode_slots)}"
         )
@@ -90,6 +100,7 @@ class EnginePlan:
         return {
             "path": self.config.prefill_backend,
             "buckets": list(self.ladder.buckets),
+            "origin": self.ladder_origin,
             "slots": self.ladder.num_slots,
             "max_contexts": list(self.ladder.max_contexts),
             "decode_slots": list(self.decode_slots),

@@ -1,6 +1,7 @@
 """The only place that looks at the chip."""
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from jaxtyping import Array, Shaped
 # write and read again than they are worth (H200, 2048 tokens: 52.4 -> 50.4 ms a pass).
 NARROW_ROWS = 512
 _SPIN_S = 0.02
+_CPU_INFO = Path("/proc/cpuinfo")
 # Up to so many rows a CPU multiplies `weight @ rows.T` in less time than `rows @ weight.T` in
 # float32 (Eigen's packing; SmolLM2's products at 2, 8, 32, 64, 128 rows: 0.4, 0.5, 0.7, 0.9, 1.0).
 WEIGHT_FIRST_ROWS = 64
@@ -55,6 +57,16 @@ def describe_device() -> DeviceInfo:
     )
 
 
+def chip_name() -> str:
+    """The chip's name; of a CPU its model as Linux knows it, and how many cores it shows."""
+    kind = jax.local_devices()[0].device_kind
+    if jax.default_backend() != "cpu":
+        return kind
+    lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or kind}, {os.cpu_count()} cores"
+
+
 def prefers_narrow_results() -> bool:
     """Whether products of many rows should return their operands' dtype."""
     return jax.default_backend() == "gpu"
@@ -93,5 +105,4 @@ def _main_memory() -> int:
 
 
 def _has_amx() -> bool:
-    flags = Path("/proc/cpuinfo")
-    return flags.exists() and "amx_bf16" in flags.read_text(errors="replace")
+    return _CPU_INFO.exists() and "amx_bf16" in _CPU_INFO.read_text(errors="replace")

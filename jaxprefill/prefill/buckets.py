@@ -68,14 +68,15 @@ class BucketLadder:
 
     def pick(self, num_tokens: int, max_context: int) -> ShapeKey | None:
         """The smallest shape that holds both counts, or None."""
-        bucket = _at_least(self.buckets, num_tokens)
-        context = _at_least(self.max_contexts, max_context)
+        bucket = at_least(self.buckets, num_tokens)
+        context = at_least(self.max_contexts, max_context)
         if bucket is None or context is None:
             return None
         return ShapeKey(bucket, self.num_slots, context)
 
 
-def _at_least(values: Sequence[int], wanted: int) -> int | None:
+def at_least(values: Sequence[int], wanted: int) -> int | None:
+    """The smallest of ascending `values` that is not below `wanted`, or None."""
     at = bisect_left(values, wanted)
     return values[at] if at < len(values) else None
 

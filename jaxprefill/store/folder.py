@@ -178,6 +178,10 @@ class Store:
 
     # --- small results
 
+    def has_result(self, kind: str, facts: Facts) -> bool:
+        """Whether anything was written for these facts, damaged or not."""
+        return self._result(kind, facts).exists()
+
     def read_result(self, kind: str, facts: Facts) -> Any:
         """What was written for these facts, or None; damage is a warning, and None too."""
         path = self._result(kind, facts)

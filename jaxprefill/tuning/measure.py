@@ -1,0 +1,181 @@
+"""Measures prefill executables on this device: what one full step of each bucket takes.
+
+Builds nothing but the prefill path of a plan: no heads, no decoding, no fallback.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+import jax
+
+from jaxprefill.assembly import Assembly
+from jaxprefill.batch import Batch, BatchRow
+from jaxprefill.device_state import DeviceState
+from jaxprefill.errors import ConfigError
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.plan import EnginePlan
+from jaxprefill.prefill.buckets import ShapeKey
+from jaxprefill.prefill.compiler import CPU_OPTIONS, GPU_OPTIONS, ExecutableRecord, compile_all
+from jaxprefill.prefill.runner import Executable
+from jaxprefill.tuning.costs import BucketCost
+from jaxprefill.weights.checkpoint import Checkpoint
+from jaxprefill.weights.load import check_names, check_shapes, load_leaves
+
+# Calls of each executable: at least so many, then until so much time is spent, at most so many.
+_MIN_CALLS, _MAX_CALLS, _SPENT_S = 3, 30, 0.5
+_NUM_WARM_CALLS = {"cpu": 1, "gpu": 3}  # a GPU records its graph in the second
+
+OnCompiled = Callable[[ExecutableRecord], None]
+OnMeasured = Callable[[BucketCost], None]
+
+
+class ShapeMeasurer:
+    """The weights and caches of a plan on the device, for executables of any bucket up to its top.
+
+    Compiles anew where no persistent compilation cache is set, so that seconds are a cold start's.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: EnginePlan,
+        *,
+        on_compiled: OnCompiled | None = None,
+        on_measured: OnMeasured | None = None,
+    ) -> None:
+        """Loads the weights.
+
+        Args:
+            checkpoint: where they come from.
+            plan: all sizes; its own ladder is only an upper limit.
+            on_compiled: called after each executable.
+            on_measured: called for each bucket, when all that were asked for are measured.
+
+        Raises:
+            ConfigError: the plan has no prefill executables.
+            CheckpointError: the weights do not fit the architecture.
+        """
+        if plan.config.prefill_backend == "eager":
+            raise ConfigError(
+                "prefill_backend must be full or layerwise to measure buckets, got 'eager', "
+                "which has none"
+            )
+        check_names(checkpoint)
+        mesh = make_mesh(plan.config.tensor_parallel_size)
+        tree = model_tree(plan.model, plan.dtype, mesh)
+        check_shapes(checkpoint, tree)
+        self._plan = plan
+        self._on_compiled = on_compiled or _ignore
+        self._on_measured = on_measured or _ignore
+        self._assembly = Assembly(plan, tree, mesh, num_valid=checkpoint.tokenizer.vocab_size)
+        self._state = self._assembly.allocate(load_leaves(checkpoint, tree))
+
+    def measure(self, buckets: Sequence[int]) -> list[BucketCost]:
+        """Compiles each bucket and takes the median time of a full step.
+
+        Raises:
+            CompileError: a bucket could not be compiled.
+        """
+        plan, ladder = self._plan, replace(self._plan.ladder, buckets=tuple(buckets))
+        jobs = self._assembly.prefill_jobs(ladder)
+        compiled = compile_all(
+            jobs,
+            options=CPU_OPTIONS if plan.device.platform == "cpu" else GPU_OPTIONS,
+            num_threads=os.cpu_count() or 1,
+            on_done=self._on_compiled,
+        )
+        executables = self._assembly.prefill_executables(ladder, self._state, compiled)
+        batches = {bucket: full_batch(plan, bucket) for bucket in ladder.buckets}
+        steps: dict[ShapeKey, Batch] = {}
+        for bucket, batch in batches.items():
+            key = ladder.pick(bucket, batch.max_context)
+            assert key is not None  # the batch is made to fit
+            steps[key] = batch
+        times = time_steps(
+            self._state, executables, steps, num_warm=_NUM_WARM_CALLS[plan.device.platform]
+        )
+        records = [one.record for one in compiled.values()]
+        costs = [
+            _cost(key.num_tokens, nanoseconds, _records_of(key.num_tokens, records))
+            for key, nanoseconds in times.items()
+        ]
+        for cost in costs:
+            self._on_measured(cost)
+        return costs
+
+    def close(self) -> None:
+        """Frees the device's arrays."""
+        self._state.delete()
+
+
+def time_steps(
+    state: DeviceState,
+    executables: Mapping[ShapeKey, Executable],
+    steps: Mapping[ShapeKey, Batch],
+    *,
+    num_warm: int,
+) -> dict[ShapeKey, int]:
+    """Median nanoseconds of each step, from its batch on the host to its hidden rows.
+
+    All shapes take turns, so that a machine that slows down slows all of them.
+    """
+    taken: dict[ShapeKey, list[int]] = {key: [] for key in steps}
+    for key, batch in steps.items():
+        for _ in range(num_warm):
+            executables[key].run(state, batch)
+        jax.block_until_ready(state.hidden)
+    for _ in range(_MAX_CALLS):
+        for key, batch in steps.items():
+            if len(taken[key]) >= _MIN_CALLS and sum(taken[key]) >= _SPENT_S * 1e9:
+                continue
+            began = time.perf_counter_ns()
+            executables[key].run(state, batch)
+            jax.block_until_ready(state.hidden)
+            taken[key].append(time.perf_counter_ns() - began)
+    return {key: max(1, round(median(found))) for key, found in taken.items()}
+
+
+def full_batch(plan: EnginePlan, num_tokens: int) -> Batch:
+    """One prompt of so many tokens; several where the context or the KV pool is shorter."""
+    page_size, longest = plan.config.page_size, plan.ladder.max_contexts[-1]
+    longest = min(longest, plan.context_length, plan.num_pages * page_size)
+    rows: list[BatchRow] = []
+    while num_tokens and len(rows) < plan.ladder.num_slots:
+        length = min(num_tokens, longest)
+        first = sum(len(row.pages) for row in rows)
+        pages = [(first + page) % plan.num_pages for page in range(-(-length // page_size))]
+        ids = [(7 * index + len(rows)) % plan.model.vocab_size for index in range(length)]
+        rows.append(
+            BatchRow(
+                request_id=str(len(rows)),
+                slot=len(rows),
+                token_ids=ids,
+                kv_len=length,
+                pages=pages,
+            )
+        )
+        num_tokens -= length
+    return Batch(rows=tuple(rows), is_decode=False)
+
+
+def _ignore(found: object) -> None:
+    pass
+
+
+def _records_of(num_tokens: int, records: Sequence[ExecutableRecord]) -> list[ExecutableRecord]:
+    """Records of a bucket, at all its contexts and of all its layers."""
+    return [record for record in records if f" {num_tokens}x" in record.name]
+
+
+def _cost(num_tokens: int, nanoseconds: int, records: Sequence[ExecutableRecord]) -> BucketCost:
+    return BucketCost(
+        num_tokens=num_tokens,
+        time_ns=nanoseconds,
+        compile_s=sum(record.lower_s + record.compile_s for record in records),
+        code_bytes=sum(record.code_bytes for record in records),
+        temp_bytes=max(record.temp_bytes for record in records),
+    )
