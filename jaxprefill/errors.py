@@ -56,6 +56,10 @@ class KernelError(JaxPrefillError):
     """A kernel computes wrong numbers on this device; names it, its error and the limit."""
 
 
+class InspectionError(JaxPrefillError):
+    """What is to be inspected cannot be had or read; says which part, and what would do."""
+
+
 def listed(names: Collection[str], *, limit: int = 12) -> str:
     """The first names in order, and how many more there are, for a message."""
     shown = ", ".join(sorted(names)[:limit]) or "none"

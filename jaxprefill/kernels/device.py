@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,74 @@ class DeviceInfo:
     has_bf16_matmul: bool
     num_devices: int = 1
     num_processes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChipRates:
+    """How fast a chip can be at best: what a roofline is drawn from.
+
+    Attributes:
+        bytes_per_s: of its own memory.
+        flops_per_s: of matrix products by the operands' dtype, sums in float32; no sparsity.
+        source: where the numbers are from.
+    """
+
+    bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    source: str
+
+
+def _rates(bytes_per_s: float, narrow: float, float32: float, source: str) -> ChipRates:
+    flops = {"bf16": narrow, "f16": narrow, "f32": float32}
+    return ChipRates(bytes_per_s=bytes_per_s, flops_per_s=flops, source=source)
+
+
+_SHEET = "NVIDIA's data sheet"
+# By a part of the driver's name for the chip; the first that fits. float32 runs on CUDA cores, as
+# products here are not rounded to TensorFloat-32.
+_KNOWN_RATES = (
+    # A read-only stream and bfloat16 products of random numbers; the sheet says 4.8e12 and 989e12.
+    ("H200", _rates(4.44e12, 790e12, 67e12, "measured on an H200 (float32: data sheet)")),
+    ("H100 NVL", _rates(3.9e12, 835e12, 60e12, _SHEET)),
+    ("H100 PCIe", _rates(2.0e12, 756e12, 51e12, _SHEET)),
+    ("H100", _rates(3.35e12, 989e12, 67e12, _SHEET)),
+    ("B200", _rates(8.0e12, 2250e12, 75e12, _SHEET)),
+    ("A100-SXM4-80GB", _rates(2.039e12, 312e12, 19.5e12, _SHEET)),
+    ("A100 80GB PCIe", _rates(1.935e12, 312e12, 19.5e12, _SHEET)),
+    ("A100", _rates(1.555e12, 312e12, 19.5e12, _SHEET)),
+    ("L40S", _rates(0.864e12, 362e12, 91.6e12, _SHEET)),
+    ("NVIDIA L4", _rates(0.3e12, 121e12, 30.3e12, _SHEET)),
+)
+
+
+def known_rates(kind: str) -> ChipRates | None:
+    """The rates of a chip by its driver's name; None for one that is not in the table."""
+    return next((rates for name, rates in _KNOWN_RATES if name in kind), None)
+
+
+def measure_rates() -> ChipRates:
+    """This process's CPU: the best of five reads of 256 MB, and of five float32 products.
+
+    Takes a second. bfloat16 counts as float32 where there are no units for it, else as twice that.
+    """
+    size, numbers = 1024, jnp.ones(1 << 26, jnp.float32)
+    matrix = jnp.ones((size, size), jnp.float32)
+    read = jax.jit(jnp.max).lower(numbers).compile()
+    multiply = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
+    read_s = _best_of(lambda: read(numbers))
+    multiply_s = _best_of(lambda: multiply(matrix, matrix))
+    flops = 2 * size**3 / multiply_s
+    narrow = 2 * flops if _has_amx() else flops
+    return _rates(numbers.nbytes / read_s, narrow, flops, "measured on this machine just now")
+
+
+def _best_of(call: Callable[[], Shaped[Array, "..."]], repeats: int = 5) -> float:
+    seconds: list[float] = []
+    for _ in range(repeats + 1):  # the first warms up
+        began = time.perf_counter()
+        call().block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 def describe_device() -> DeviceInfo:

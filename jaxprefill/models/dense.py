@@ -7,6 +7,7 @@ config and, where they differ, names its checkpoint tensors.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -60,28 +61,36 @@ class DenseLayer(nnx.Module):
     ) -> tuple[Float[Array, "T E"], Pools]:
         """See `decoder.DecoderLayer`."""
         config, (pool,) = self.config, pools
-        q, k, v = self.project(rms_norm(hidden, norms[0], config.norm_eps), inputs)
-        first_page = layer * (pool.shape[2] // config.num_layers)
-        attended, pool = attend(q, k, v, pool, inputs.batch, first_page)
-        hidden = hidden + self.output_of(attended.reshape(len(hidden), -1))
-        return hidden + self.mlp(rms_norm(hidden, norms[1], config.norm_eps)), (pool,)
+        with jax.named_scope("attention.norm"):
+            normed = rms_norm(hidden, norms[0], config.norm_eps)
+        q, k, v = self.project(normed, inputs)
+        with jax.named_scope("attention.core"):
+            first_page = layer * (pool.shape[2] // config.num_layers)
+            attended, pool = attend(q, k, v, pool, inputs.batch, first_page)
+        with jax.named_scope("attention.output"):
+            hidden = hidden + self.output_of(attended.reshape(len(hidden), -1))
+        with jax.named_scope("mlp.norm"):
+            normed = rms_norm(hidden, norms[1], config.norm_eps)
+        return hidden + self.mlp(normed), (pool,)
 
     def project(
         self, normed: Float[Array, "T E"], inputs: LayerInputs
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
         """Queries, keys and values of the new tokens; q and k are rotated."""
         config, dtype = self.config, self.qkv[...].dtype
-        qkv = linear(normed, self.qkv[...])
-        if config.has_qkv_bias:
-            qkv = qkv + self.qkv_bias[...]
-        qkv = qkv.reshape(len(normed), -1, config.head_dim)
-        at = (config.num_q_heads, config.num_q_heads + config.num_kv_heads)
-        q, k, v = jnp.split(qkv, at, axis=1)
-        if config.has_qk_norm:
-            q = rms_norm(q, self.qk_norms[0], config.norm_eps)
-            k = rms_norm(k, self.qk_norms[1], config.norm_eps)
-        q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
-        return q.astype(dtype), k.astype(dtype), v.astype(dtype)
+        with jax.named_scope("attention.qkv"):
+            qkv = linear(normed, self.qkv[...])
+            if config.has_qkv_bias:
+                qkv = qkv + self.qkv_bias[...]
+        with jax.named_scope("attention.rotary"):
+            qkv = qkv.reshape(len(normed), -1, config.head_dim)
+            at = (config.num_q_heads, config.num_q_heads + config.num_kv_heads)
+            q, k, v = jnp.split(qkv, at, axis=1)
+            if config.has_qk_norm:
+                q = rms_norm(q, self.qk_norms[0], config.norm_eps)
+                k = rms_norm(k, self.qk_norms[1], config.norm_eps)
+            q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
+            return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
     def output_of(self, attended: Float[Array, "T HD"]) -> Float[Array, "T E"]:
         """What attention adds to the residual stream."""
@@ -91,11 +100,15 @@ class DenseLayer(nnx.Module):
     def mlp(self, normed: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """What the MLP adds to the residual stream."""
         config = self.config
-        gate_up = linear(normed, self.gate_up[...])
-        if config.has_mlp_bias:
-            gate_up = gate_up + self.gate_up_bias[...]
-        out = all_reduce(linear(gated_mlp(gate_up, config.activation), self.down[...]), config)
-        return out + self.down_bias[...] if config.has_mlp_bias else out
+        with jax.named_scope("mlp.gate_up"):
+            gate_up = linear(normed, self.gate_up[...])
+            if config.has_mlp_bias:
+                gate_up = gate_up + self.gate_up_bias[...]
+        with jax.named_scope("mlp.activation"):
+            gated = gated_mlp(gate_up, config.activation)
+        with jax.named_scope("mlp.down"):
+            out = all_reduce(linear(gated, self.down[...]), config)
+            return out + self.down_bias[...] if config.has_mlp_bias else out
 
 
 class DenseDecoder(nnx.Module):

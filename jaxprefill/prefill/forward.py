@@ -97,7 +97,8 @@ class Body:
         """(pools, hidden) after the pass; both are donated. Rows past T keep their values."""
         model = self.tree.bind(leaves)
         inputs = unpack(buffer, self.layout)
-        layer_inputs = LayerInputs(model.rotary(inputs.positions), inputs.batch)
+        with jax.named_scope("rotary"):
+            layer_inputs = LayerInputs(model.rotary(inputs.positions), inputs.batch)
         with jax.named_scope("embed"):
             rows = model.embed(resolve_ids(inputs.ids, last_tokens))
         rows, pools = self._normed_layers(model, leaves, rows, pools, layer_inputs)

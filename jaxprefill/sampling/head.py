@@ -45,7 +45,7 @@ class HeadFunctions:
     ) -> tuple[Int32[Array, " C"], Int32[Array, "r 2"]]:
         """(last_tokens, [token, bits of its logprob]): argmax of the raw logits."""
         params = unpack_rows(buffer)
-        tokens, logprobs = self.split.best(linear(hidden[params.row], head), self.num_valid)
+        tokens, logprobs = self.split.best(_product(head, hidden, params.row), self.num_valid)
         last_tokens = last_tokens.at[params.slot].set(tokens, mode="drop")
         return last_tokens, jnp.stack([tokens, _bits(logprobs)], axis=1)
 
@@ -61,7 +61,7 @@ class HeadFunctions:
     ) -> tuple[Int32[Array, " C"], Int32[Array, "C V"], Int32[Array, "r outputs"]]:
         """(last_tokens, history, [token, logprob, top ids, top logprobs]); floats by their bits."""
         params = unpack_rows(buffer)
-        raw = self.split.join(linear(hidden[params.row], head))
+        raw = self.split.join(_product(head, hidden, params.row))
         safe = jnp.minimum(params.slot, len(last_tokens) - 1)
         logits = raw + jnp.where(params.has_bias[:, None] == 1, bias[safe], 0)
         seen = jnp.where(params.has_history[:, None] == 1, history[safe], 0)
@@ -80,7 +80,7 @@ class HeadFunctions:
         buffer: Int32[Array, "r 2"],
     ) -> Float32[Array, " r"]:
         """The raw logprob of each line's (row, target id)."""
-        return self.split.logprob(linear(hidden[buffer[:, 0]], head), buffer[:, 1])
+        return self.split.logprob(_product(head, hidden, buffer[:, 0]), buffer[:, 1])
 
     def rank(
         self,
@@ -89,7 +89,7 @@ class HeadFunctions:
         buffer: Int32[Array, "r 2"],
     ) -> Int32[Array, "r outputs"]:
         """[target, logprob, top ids, top logprobs] of each line's (row, target id)."""
-        raw = self.split.join(linear(hidden[buffer[:, 0]], head))
+        raw = self.split.join(_product(head, hidden, buffer[:, 0]))
         return self._ranked(raw, buffer[:, 1])
 
     def _ranked(
@@ -173,6 +173,13 @@ def head_jobs(
     row = words(vocab, dtype=np.float32)
     add("set_bias", set_bias, (state.bias, words(), row), (0,))
     return jobs
+
+
+def _product(
+    head: Shaped[Array, "own E"], hidden: Shaped[Array, "tokens E"], rows: Int32[Array, " r"]
+) -> Float32[Array, "r own"]:
+    with jax.named_scope("head"):
+        return linear(hidden[rows], head)
 
 
 def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:

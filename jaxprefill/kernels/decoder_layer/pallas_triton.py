@@ -7,6 +7,7 @@ KV write, activation, residual adds and the layer's norms happen inside them.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
@@ -94,16 +95,21 @@ def make_fused_layer(
         rotary: Float[Array, "2 T half"],
         batch: RaggedBatch,
     ) -> tuple[LayerStream, Shaped[Array, "2 K P S D"]]:
-        qkv, squares, stream = products.qkv(weights, stream)
-        first_page = layer * (pool.shape[2] // (len(norms) // 2))
-        heads = qkv.reshape(len(qkv), -1, pool.shape[-1])
-        out, pool, arrivals = attend(
-            heads, rotary, weights.qk_norms, pool, batch, first_page, stream.arrivals, squares
-        )
-        attended, stream = out.reshape(len(out), -1), stream._replace(arrivals=arrivals)
-        stream = products.output(attended, weights.output, stream, norms, layer)
-        gated, stream = products.gate_up(weights, stream)
-        return products.down(gated, weights.down, stream, norms, layer), pool
+        with jax.named_scope("attention.qkv"):
+            qkv, squares, stream = products.qkv(weights, stream)
+        with jax.named_scope("attention.core"):
+            first_page = layer * (pool.shape[2] // (len(norms) // 2))
+            heads = qkv.reshape(len(qkv), -1, pool.shape[-1])
+            out, pool, arrivals = attend(
+                heads, rotary, weights.qk_norms, pool, batch, first_page, stream.arrivals, squares
+            )
+            attended, stream = out.reshape(len(out), -1), stream._replace(arrivals=arrivals)
+        with jax.named_scope("attention.output"):
+            stream = products.output(attended, weights.output, stream, norms, layer)
+        with jax.named_scope("mlp.gate_up"):
+            gated, stream = products.gate_up(weights, stream)
+        with jax.named_scope("mlp.down"):
+            return products.down(gated, weights.down, stream, norms, layer), pool
 
     return layer_pass
 

@@ -1,0 +1,188 @@
+"""What `jaxprefill inspect` does; it imports jax, so `inspect` imports it when it runs."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxprefill.cli.flags import engine_config_of
+from jaxprefill.cli.streams import emit, emit_json, note
+from jaxprefill.cli.tables import emit_table
+from jaxprefill.inspection import text
+from jaxprefill.inspection.diff import Difference, compare
+from jaxprefill.inspection.fold import fold, lines_of
+from jaxprefill.inspection.model import ModelSource
+from jaxprefill.inspection.records import Inspected, Operation, Summary
+from jaxprefill.inspection.select import Source, select, select_one
+from jaxprefill.inspection.summary import (
+    analyse,
+    by_scope,
+    operations,
+    ranked,
+    summarise,
+)
+
+DIFFERENT = 1
+
+
+def run_action(args: argparse.Namespace) -> int:
+    """Does what `args.action` says; returns the exit status.
+
+    Raises:
+        JaxPrefillError: the source or the executable cannot be had.
+    """
+    return _ACTIONS[args.action](args)
+
+
+def open_source(args: argparse.Namespace) -> Source:
+    """The store, the server or the model that the flags name."""
+    return ModelSource(engine_config_of(args))
+
+
+def _list(args: argparse.Namespace) -> int:
+    source = open_source(args)
+    summaries = list(_summaries(source, args))
+    if args.json:
+        for one in summaries:
+            emit_json(one.as_dict())
+        return 0
+    emit_table(text.SUMMARY_COLUMNS, map(text.summary_row, summaries))
+    if not args.quiet:
+        note(text.describe_chip(source.chip))
+        for line in text.note_lines(summaries):
+            note(line)
+    return 0
+
+
+def _summaries(source: Source, args: argparse.Namespace) -> Sequence[Summary]:
+    names = list(dict.fromkeys(name for key in args.keys for name in select(source.names, key)))
+    found: list[Summary] = []
+    for name in names or source.names:
+        if not args.quiet:
+            note(f"{name} ...")
+        found.append(summarise(analyse(source.open(name))))
+    return found
+
+
+def _show(args: argparse.Namespace) -> int:
+    one = _open_one(args)
+    whole = one.text(args.stage)
+    shown = lines_of(whole, args.op) if args.no_fold else fold(whole, args.stage, op=args.op)
+    if args.json:
+        emit_json({"name": one.name, "stage": args.stage, "text": shown})
+    else:
+        emit(shown + "\n")
+    return 0
+
+
+def _ops(args: argparse.Namespace) -> int:
+    analysis = analyse(_open_one(args))
+    found, findings = operations(analysis), analysis.findings
+    scopes = by_scope(found)
+    if args.json:
+        emit_json(
+            {
+                "name": analysis.inspected.name,
+                "operations": [each.as_dict() for each in found],
+                "scopes": [each.as_dict() for each in scopes],
+                "findings": [each.as_dict() for each in findings],
+            }
+        )
+        return 0
+    emit(f"{analysis.inspected.name}: by scope\n")
+    emit_table(text.SCOPE_COLUMNS, map(text.scope_row, ranked(scopes, _bytes_of, args.top)))
+    keys: tuple[tuple[str, Callable[[Operation], float | None]], ...] = (
+        ("bytes", _bytes_of),
+        ("FLOPs", lambda each: each.flops),
+    )
+    for name, key in keys:
+        emit(f"operations by {name}\n")
+        top = [each for each in ranked(found, key, args.top) if key(each)]
+        emit_table(text.OPERATION_COLUMNS, map(text.operation_row, top))
+    if findings:
+        emit_table(text.FINDING_COLUMNS, map(text.finding_row, findings))
+    else:
+        emit("nothing that should not be there\n")
+    if not args.quiet:
+        note(text.describe_chip(analysis.inspected.chip))
+    return 0
+
+
+def _bytes_of(operation: Operation) -> float | None:
+    return operation.num_bytes
+
+
+def _diff(args: argparse.Namespace) -> int:
+    pairs, alone = _pairs(args)
+    found = [compare(analyse(one), analyse(other)) for one, other in pairs]
+    for each in found:
+        if args.json:
+            emit_json(each.as_dict())
+        elif not each.is_empty:
+            _print_difference(each)
+    for name, where in alone:
+        if args.json:
+            emit_json({"name": name, "only_in": where})
+        else:
+            emit(f"{name}: only in {where}\n")
+    differing = [each for each in found if not each.is_empty]
+    if not args.quiet:
+        note(f"{len(differing)} of {len(found)} pairs differ, {len(alone)} have no counterpart")
+    return DIFFERENT if differing or alone else 0
+
+
+def _print_difference(each: Difference) -> None:
+    emit(f"{each.before}  =>  {each.after}\n")
+    emit_table(text.CHANGE_COLUMNS, map(text.change_row, each.changes))
+    emit_table(("", ">before", ">after", ">ratio"), text.number_rows(each.numbers))
+    for name, (before, after) in each.facts.items():
+        emit(f"{name}: {before}  =>  {after}\n")
+
+
+def _pairs(
+    args: argparse.Namespace,
+) -> tuple[list[tuple[Inspected, Inspected]], list[tuple[str, str]]]:
+    """What is to be compared, and the names that only one of two stores has."""
+    if not _is_place(args.before) and not _is_place(args.after):
+        source = open_source(args)
+        keys = [select_one(source.names, key) for key in (args.before, args.after)]
+        return [(source.open(keys[0]), source.open(keys[1]))], []
+    one, other = _side(args, args.before), _side(args, args.after)
+    if len(one[1]) == len(other[1]) == 1:
+        return [(one[0].open(one[1][0]), other[0].open(other[1][0]))], []
+    both = [name for name in one[1] if name in other[1]]
+    alone = [(name, args.before) for name in one[1] if name not in both]
+    alone += [(name, args.after) for name in other[1] if name not in both]
+    return [(one[0].open(name), other[0].open(name)) for name in both], alone
+
+
+def _side(args: argparse.Namespace, given: str) -> tuple[Source, list[str]]:
+    """A source, and the executables of it that are meant."""
+    if not _is_place(given):
+        source = open_source(args)
+        return source, [select_one(source.names, given)]
+    place, _, key = given.partition("#")
+    given_args = {"url": place, "store": None} if _is_url(place) else {"store": place, "url": None}
+    source = open_source(argparse.Namespace(**(vars(args) | given_args)))
+    return source, [select_one(source.names, key)] if key else list(source.names)
+
+
+def _is_place(given: str) -> bool:
+    return _is_url(given) or Path(given.partition("#")[0]).is_dir()
+
+
+def _is_url(given: str) -> bool:
+    return given.startswith(("http://", "https://"))
+
+
+def _open_one(args: argparse.Namespace) -> Inspected:
+    source = open_source(args)
+    return source.open(select_one(source.names, args.key))
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "list": _list,
+    "show": _show,
+    "ops": _ops,
+    "diff": _diff,
+}

@@ -1,0 +1,1 @@
+"""Executables as typed records: what they cost, hold and should not hold. Changes nothing."""

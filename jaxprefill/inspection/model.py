@@ -1,0 +1,155 @@
+"""A model whose executables are compiled to be looked at; weights are not read."""
+
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxprefill.assembly import Assembly
+from jaxprefill.config import EngineConfig
+from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
+from jaxprefill.inspection.thunks import THUNK_DUMP
+from jaxprefill.kernels.device import DeviceInfo, describe_device, known_rates, measure_rates
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.plan import EnginePlan, make_plan
+from jaxprefill.prefill.compiler import (
+    CPU_OPTIONS,
+    GPU_OPTIONS,
+    NO_GRAPH,
+    Compiled,
+    CompileJob,
+    CompilerOptions,
+    compile_job,
+)
+from jaxprefill.weights.locate import open_checkpoint
+
+_NO_PTX = Missing("a CPU runs LLVM's machine code, not PTX")
+_NO_THUNKS = Missing("XLA's CPU backend does not write its thunks down; the hlo is in their order")
+
+
+class JobSource:
+    """Compiles jobs when they are asked for, each once."""
+
+    def __init__(
+        self, jobs: list[CompileJob], chip: Chip, options: CompilerOptions | None = None
+    ) -> None:
+        """`options` are the compiler's, by default those of an engine on this platform."""
+        self.chip = chip
+        self.jobs = {job.name: job for job in jobs}
+        is_cpu = chip.platform == "cpu"
+        self._options = (CPU_OPTIONS if is_cpu else GPU_OPTIONS) if options is None else options
+        self._compiled: dict[str, Compiled] = {}
+        self._dumped: dict[tuple[str, Stage], str | Missing] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Every executable, as the engine orders them."""
+        return list(self.jobs)
+
+    def compiled(self, name: str) -> Compiled:
+        """The executable, compiled now if it was not yet; never taken from a cache of jax's.
+
+        Raises:
+            CompileError: it could not be compiled.
+        """
+        if name not in self._compiled:
+            with _no_cache(), tempfile.TemporaryDirectory(prefix="jaxprefill-dump-") as folder:
+                dump: CompilerOptions = {}
+                if self.chip.platform != "cpu":  # thunks and PTX can be had from a dump alone
+                    dump = {"xla_dump_to": folder}
+                self._compiled[name] = compile_job(self.jobs[name], self._options | dump)
+                self._dumped[name, "ptx"] = _dumped(folder, ".ptx")
+                self._dumped[name, "thunks"] = _dumped(folder, THUNK_DUMP)
+        return self._compiled[name]
+
+    def open(self, name: str) -> Inspected:
+        """Compiles one executable, and tells what is known of it.
+
+        Raises:
+            CompileError: it could not be compiled.
+        """
+        compiled, job = self.compiled(name), self.jobs[name]
+        record, options = compiled.record, self._options | ({} if job.is_graph else NO_GRAPH)
+        return Inspected(
+            name=name,
+            chip=self.chip,
+            read_text=partial(self._text, name),
+            facts={"jax": jax.__version__, "options": options},
+            temp_bytes=record.temp_bytes,
+            argument_bytes=record.argument_bytes,
+            output_bytes=record.output_bytes,
+            code_bytes=record.code_bytes,
+            compile_s=record.compile_s,
+        )
+
+    def _text(self, name: str, stage: Stage) -> str | Missing:
+        if stage == "hlo":
+            return hlo_text(self.compiled(name).call)
+        if stage in ("jaxpr", "stablehlo"):
+            job = self.jobs[name]
+            traced = jax.jit(job.function, donate_argnums=job.donated).trace(*job.arguments)
+            return str(traced.jaxpr) if stage == "jaxpr" else traced.lower().as_text()
+        if self.chip.platform == "cpu":
+            return _NO_PTX if stage == "ptx" else _NO_THUNKS
+        self.compiled(name)
+        return self._dumped[name, stage]
+
+
+def _dumped(folder: str, ending: str) -> str | Missing:
+    found = sorted(Path(folder).glob(f"*{ending}"))
+    if not found:
+        return Missing(f"XLA has dumped no file that ends in {ending}")
+    return "\n".join(path.read_text(errors="replace") for path in found)
+
+
+class ModelSource(JobSource):
+    """All executables of an engine with these options, on this machine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Reads the model's config, and no weights.
+
+        Raises:
+            ConfigError: options contradict the model or each other.
+            CheckpointError: the model cannot be had.
+        """
+        checkpoint = open_checkpoint(config.model)
+        device = describe_device()
+        self.plan = make_plan(config, checkpoint.config, device)
+        super().__init__(plan_jobs(self.plan, checkpoint.tokenizer.vocab_size), chip_of(device))
+
+
+def plan_jobs(plan: EnginePlan, num_valid: int) -> list[CompileJob]:
+    """Every job of an engine; `num_valid` ids may be sampled."""
+    mesh = make_mesh(plan.config.tensor_parallel_size)
+    tree = model_tree(plan.model, plan.dtype, mesh)
+    return Assembly(plan, tree, mesh, num_valid=num_valid).jobs()
+
+
+def chip_of(device: DeviceInfo) -> Chip:
+    """The chip and its rates: a CPU's are measured, a known GPU's are in a table."""
+    rates = measure_rates() if device.platform == "cpu" else known_rates(device.kind)
+    if rates is None:
+        return Chip(device.platform, device.kind, source=f"rates of {device.kind} are not known")
+    return Chip(device.platform, device.kind, rates.bytes_per_s, rates.flops_per_s, rates.source)
+
+
+def hlo_text(compiled: jax.stages.Compiled) -> str:
+    """The program after XLA's optimisation."""
+    executable: Any = compiled.runtime_executable()
+    return "\n".join(module.to_string() for module in executable.hlo_modules())
+
+
+@contextmanager
+def _no_cache() -> Generator[None]:
+    """An executable out of jax's cache has no compile time, no dump, and another's op names."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)

@@ -1,0 +1,325 @@
+"""What is told of executables: costs, findings, folded texts and differences of known programs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxprefill.errors import InspectionError, RequestError
+from jaxprefill.inspection.cost import cost_program
+from jaxprefill.inspection.diff import compare
+from jaxprefill.inspection.findings import find
+from jaxprefill.inspection.fold import fold
+from jaxprefill.inspection.hlo import parse_instruction, parse_module
+from jaxprefill.inspection.model import JobSource
+from jaxprefill.inspection.program import follow, kind_of, scope_of
+from jaxprefill.inspection.records import Chip
+from jaxprefill.inspection.select import select, select_one
+from jaxprefill.inspection.summary import analyse, by_scope, operations, summarise
+from jaxprefill.inspection.text import SUMMARY_COLUMNS, summary_row
+from jaxprefill.inspection.thunks import read_graphs
+from jaxprefill.kernels.device import known_rates
+from jaxprefill.prefill.compiler import CompileJob
+
+CHIP = Chip("cpu", "a chip", 1e9, {"f32": 1e12, "bf16": 2e12}, "made up")
+ROWS, WIDTH, MLP, LAYERS = 8, 64, 96, 12
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(x, weights):
+    with jax.named_scope("mlp.gate_up"):
+        up = x @ weights[0]
+    with jax.named_scope("mlp.down"):
+        return x + jnp.tanh(up) @ weights[1]
+
+
+WEIGHTS = (array(WIDTH, MLP), array(MLP, WIDTH))
+
+
+def with_weight_copy(weights, x):
+    flipped = jax.lax.optimization_barrier(jnp.flip(weights[0], 0) * 1.0)
+    copied = jax.lax.optimization_barrier(weights[0].T.reshape(WIDTH, MLP))
+    return mlp(x, (copied, weights[1])), flipped[0]
+
+
+def in_float32(weights, x):
+    wide = weights[0].astype(jnp.float32)
+    return jnp.tanh(x.astype(jnp.float32) @ wide) @ weights[1].astype(jnp.float32)
+
+
+def with_callback(weights, x):
+    jax.debug.callback(lambda value: None, x[0, 0])
+    return mlp(x, weights)
+
+
+def with_loop(weights, x):
+    return jax.lax.fori_loop(0, 5, lambda _, rows: mlp(rows, weights), x)
+
+
+def clean(weights, x):
+    return mlp(x, weights)
+
+
+def layer_of(x, layer, weights):
+    with jax.named_scope("mlp.gate_up"):
+        up = x @ weights[0]
+    with jax.named_scope("mlp.down"):
+        return jnp.tanh(up) @ weights[1] + layer
+
+
+def unrolled(weights, x):
+    step = jax.jit(layer_of)
+    for layer, pair in enumerate(weights):
+        x = step(x, jnp.int32(layer), pair)
+    return x
+
+
+def job(name, function, weights=WEIGHTS, dtype=jnp.float32):
+    return CompileJob(
+        name=name, function=function, arguments=(weights, array(ROWS, WIDTH, dtype=dtype))
+    )
+
+
+NARROW = tuple(array(*weight.shape, dtype=jnp.bfloat16) for weight in WEIGHTS)
+JOBS = [
+    job("clean 8x1x16", clean),
+    job("clean again", clean),
+    job("weight copy", with_weight_copy),
+    job("float32 product", in_float32, NARROW, jnp.bfloat16),
+    job("host transfer", with_callback),
+    job("while", with_loop),
+    job("layers", unrolled, (WEIGHTS,) * LAYERS),
+]
+
+
+@pytest.fixture(scope="module")
+def source():
+    return JobSource(JOBS, CHIP)
+
+
+@pytest.mark.parametrize("kind", ["weight copy", "float32 product", "host transfer", "while"])
+def test_what_should_not_be_there_is_found(source, kind):
+    findings = analyse(source.open(kind)).findings
+    assert kind in {each.kind for each in findings}, findings
+
+
+def test_a_clean_program_has_no_findings(source):
+    assert analyse(source.open("clean 8x1x16")).findings == []
+
+
+def test_costs_are_those_of_the_arrays(source):
+    summary = summarise(analyse(source.open("clean 8x1x16")))
+    assert summary.flops == 2 * 2 * ROWS * WIDTH * MLP
+    assert summary.needed_bytes == 4 * (2 * WIDTH * MLP + 2 * ROWS * WIDTH)
+    assert summary.num_bytes > summary.needed_bytes
+    assert summary.floor_s == pytest.approx(summary.needed_bytes / 1e9)
+    assert (summary.bound, summary.shape) == ("memory", (8, 1, 16))
+    assert summary.kernels["GEMM library"] == 2
+    assert summary.num_graphs is None and "CPU" in summary.graph_note
+    assert len(summary_row(summary)) == len(SUMMARY_COLUMNS)
+    assert json.loads(json.dumps(summary.as_dict()))["intensity"] == summary.intensity
+
+
+def test_a_loop_counts_as_often_as_it_turns(source):
+    once, often = (analyse(source.open(name)) for name in ("clean 8x1x16", "while"))
+    assert often.cost.flops == 5 * once.cost.flops
+
+
+def test_operations_are_grouped_by_the_models_scopes(source):
+    scopes = {each.scope: each for each in by_scope(operations(analyse(source.open("layers"))))}
+    assert set(scopes) >= {"mlp.gate_up", "mlp.down"}
+    assert scopes["mlp.gate_up"].flops == LAYERS * 2 * ROWS * WIDTH * MLP
+    assert 0 < scopes["mlp.down"].floor_share < 2
+
+
+def test_xla_itself_sees_the_same_instructions(source):
+    compiled = source.compiled("layers").call.runtime_executable()
+    (module,) = compiled.hlo_modules()
+    read = parse_module(module.to_string())
+    for theirs in module.computations():
+        ours = read.computations[theirs.name]
+        assert set(ours.instructions) == {each.name for each in theirs.instructions()}
+    assert cost_program(follow(read)).flops <= compiled.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("stage", ["jaxpr", "stablehlo", "hlo"])
+def test_like_layers_are_printed_once_with_their_number(source, stage):
+    text = source.open("layers").text(stage)
+    folded = fold(text, stage)
+    counts = [int(part.split(",")[0]) for part in folded.split("// x")[1:]]
+    assert max(counts) >= LAYERS - 3, folded
+    assert len(folded.splitlines()) < 100
+
+
+def test_only_lines_of_an_operation_are_shown(source):
+    shown = fold(
+        source.open("layers").text("stablehlo"), "stablehlo", op="dot_general"
+    ).splitlines()
+    assert len(shown) == 2 and all("dot_general" in line for line in shown)
+
+
+def test_stretches_that_read_other_values_are_not_alike():
+    block = "  %a{0} = f32[2] add(%x{1}, %y)\n  %x{0} = f32[2] negate(%a{2})"
+    same = [block.format(n, n - 1, n) for n in range(1, 37)]
+    other = [block.format(n, n - 1, n * 7 // 10 + 1) for n in range(1, 37)]
+    assert "// x36, 2 lines" in fold("\n".join(same), "stablehlo")
+    assert "// x36" not in fold("\n".join(other), "stablehlo")
+
+
+def test_a_stage_that_cannot_be_had_says_why(source):
+    one = source.open("clean 8x1x16")
+    for stage in ("ptx", "thunks"):
+        with pytest.raises(InspectionError, match=f"no {stage} text.*CPU"):
+            one.text(stage)
+
+
+def test_equal_programs_do_not_differ(source):
+    before, after = (analyse(source.open(name)) for name in ("clean 8x1x16", "clean again"))
+    assert compare(before, after).is_empty
+
+
+def test_what_is_added_and_gone_is_named(source):
+    before, after = (analyse(source.open(name)) for name in ("clean 8x1x16", "weight copy"))
+    there, back = compare(before, after), compare(after, before)
+    assert any(each.status == "added" for each in there.changes)
+    assert any(each.status == "gone" for each in back.changes)
+    assert there.numbers["output_bytes"] == back.numbers["output_bytes"][::-1]
+    assert not there.is_empty
+
+
+def test_a_key_is_a_name_a_shape_or_a_part():
+    names = ["prefill 16x4x99", "prefill 32x4x99", "decode 4x4x99", "greedy 4", "greedy 16"]
+    assert select(names, "prefill") == names[:2]
+    assert select_one(names, "32x4x99") == select_one(names, "prefill 32") == names[1]
+    assert select_one(names, "greedy 4") == "greedy 4"
+    with pytest.raises(RequestError, match="must mean one"):
+        select_one(names, "prefill")
+    with pytest.raises(RequestError, match="no executable is called 'nothing'"):
+        select(names, "nothing")
+
+
+# A GPU's program as XLA prints it, cut to one instruction of each kind.
+GPU = """\
+HloModule jit_prefill, is_scheduled=true, input_output_alias={ {1}: (2, {}, may-alias) }
+
+%gemm_fusion (p0: bf16[32,64], p1: bf16[96,64]) -> bf16[32,96] {
+  %p0 = bf16[32,64]{1,0} parameter(0)
+  %p1 = bf16[96,64]{1,0} parameter(1)
+  ROOT %d = bf16[32,96]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+%norm (p: f32[32,64]) -> f32[32] {
+  %p = f32[32,64]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  %m = f32[32,64]{1,0} multiply(%p, %p)
+  %r = f32[32]{0} reduce(%m, %zero), dimensions={1}, to_apply=%sum
+  ROOT %s = f32[32]{0} rsqrt(%r)
+}
+
+ENTRY %main (w: bf16[96,64], x: bf16[32,64], pool: bf16[2,8,4096,16,128], ints: s32[99]) -> (f32[32], bf16[2,8,4096,16,128]) {
+  %w = bf16[96,64]{1,0} parameter(0), metadata={op_name="arguments[0][0]"}
+  %x = bf16[32,64]{1,0} parameter(1), metadata={op_name="arguments[1]"}
+  %pool = bf16[2,8,4096,16,128]{4,3,2,1,0} parameter(2), metadata={op_name="arguments[2]"}
+  %ints = s32[99]{0:S(5)} parameter(3), metadata={op_name="arguments[3]"}
+  %copy-start = (s32[99]{0}, s32[99]{0:S(5)}, u32[]) copy-start(%ints)
+  %copy-done = s32[99]{0} copy-done(%copy-start)
+  %blas = (bf16[32,96]{1,0}, s8[4194304]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}
+  %tri = bf16[32,96]{1,0} fusion(%x, %w), kind=kCustom, calls=%gemm_fusion, metadata={op_name="jit(prefill)/jit(layer)/mlp.gate_up/dot_general"}, backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
+  %pal = (bf16[32,96]{1,0}, f32[32,4]{1,0}) custom-call(%x, %w), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(prefill)/attention.qkv/pallas_call"}, backend_config={grid_x = 4 : i32, name = "plain_product"}
+  %att = (bf16[32,64]{1,0}, bf16[2,8,4096,16,128]{4,3,2,1,0}) custom-call(%x, %pool), custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (1, {})}, backend_config={name = "ragged_paged_attention"}
+  %f = f32[32,64]{1,0} convert(%x)
+  %n = f32[32]{0} fusion(%f), kind=kInput, calls=%norm, metadata={op_name="jit(prefill)/final_norm/rsqrt"}
+  %cp = bf16[96,64]{1,0} copy(%w)
+  %ar = f32[32]{0} all-reduce(%n), replica_groups={{0,1}}, to_apply=%sum
+  %g = bf16[2,8,4096,16,128]{4,3,2,1,0} get-tuple-element(%att), index=1
+  ROOT %t = (f32[32]{0}, bf16[2,8,4096,16,128]{4,3,2,1,0}) tuple(%ar, %g)
+}
+"""  # noqa: E501
+
+
+def test_kernels_of_a_gpu_are_told_apart_and_costed():
+    program = follow(parse_module(GPU))
+    cost = cost_program(program)
+    by_kind = dict(zip([each.kind for each in program.kernels], cost.by_kernel, strict=True))
+    product = {"bf16": 2.0 * 32 * 96 * 64}
+    for kind in ("GEMM library", "GEMM Triton", "Pallas plain_product"):
+        assert by_kind[kind].products == product, kind
+    attention = by_kind["Pallas ragged_paged_attention"]
+    assert attention.products is None and cost.num_untold == 1
+    assert attention.num_bytes == 2 * 2 * 32 * 64, "the pool is updated in place"
+    assert by_kind["collective"].products == {}
+    assert cost.needed_bytes < 1e5
+    kinds = {each.kind: each for each in find(program, cost, platform="gpu")}
+    assert set(kinds) == {"host transfer", "weight copy"}
+    assert kinds["host transfer"].expected and not kinds["weight copy"].expected
+    assert {each.scope for each in program.kernels} >= {"mlp.gate_up", "final_norm"}
+
+
+def test_a_norm_in_four_kernels_is_found():
+    parts = "multiply(%p, %p)", "reduce(%m, %z), dimensions={1}, to_apply=%s", "rsqrt(%r)"
+    shapes, names = ("f32[32,64]{1,0}", "f32[32]{0}", "f32[32]{0}"), ("m", "r", "q")
+    lines = [f"  %{n} = {s} {part}" for n, s, part in zip(names, shapes, parts, strict=True)]
+    module = "\n".join(
+        [
+            "HloModule jit_norm",
+            "",
+            "ENTRY %main (p: f32[32,64]) -> f32[32,64] {",
+            "  %p = f32[32,64]{1,0} parameter(0)",
+            "  %z = f32[] constant(0)",
+            *lines,
+            "  ROOT %out = f32[32,64]{1,0} multiply(%p, %q)",
+            "}",
+        ]
+    )
+    program = follow(parse_module(module))
+    (found,) = find(program, cost_program(program), platform="gpu")
+    assert (found.kind, found.what) == ("unfused norm", "4 kernels")
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("  %x = f32[2] add(%a, %b", "must read"),
+        ("  x equals 3", "must read"),
+        ("  %x = nonsense[2] add(%a)", "must read"),
+    ],
+)
+def test_what_is_not_understood_is_an_error(line, rule):
+    with pytest.raises(InspectionError, match=rule):
+        parse_instruction(line)
+
+
+def test_a_text_that_is_no_program_is_an_error():
+    for text, rule in (("module @jit_f {", "HloModule"), ("HloModule f\n", "ENTRY")):
+        with pytest.raises(InspectionError, match=rule):
+            parse_module(text)
+    with pytest.raises(InspectionError, match="cut off"):
+        parse_module(GPU[:-3])
+
+
+def test_paths_are_read_for_their_scopes():
+    assert scope_of("jit(f)/while/body/closed_call/mlp.down/cond/branch_1_fun/dot") == "mlp.down"
+    assert scope_of("jit(f)/jit(layer)/attention.core/jit(floor_divide)/eq") == "attention.core"
+    assert scope_of("jit(f)/dot_general") == ""
+    callback = '  %c = () custom-call(), custom_call_target="xla_ffi_python_gpu_callback"'
+    assert kind_of(parse_instruction(callback)) == "host"
+
+
+def test_graphs_are_counted_in_a_dump_of_thunks():
+    text = "000: kCommandBuffer\n  000: kKernel\n  001: kGemm\n001: kCopy\n"
+    graphs = read_graphs(text)
+    assert (graphs.num_graphs, graphs.num_nodes, graphs.outside) == (1, 2, {"kCopy": 1})
+
+
+def test_rates_are_known_by_the_drivers_name():
+    assert known_rates("NVIDIA H200").bytes_per_s == 4.44e12
+    assert known_rates("NVIDIA A100-SXM4-80GB").bytes_per_s == 2.039e12
+    assert known_rates("a new chip") is None
+    slow = Chip("gpu", "", 1e9, {"bf16": 4e9, "f32": 1e9})
+    assert slow.seconds({"bf16": 4e9, "f8e4m3fn": 1e9}, 1e9) == 2.0
+    assert Chip("gpu", "").seconds({}, np.inf) is None
