@@ -7,21 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprefill.cli import inspecting
+from jaxprefill.cli.main import main
 from jaxprefill.errors import InspectionError, RequestError
 from jaxprefill.inspection.cost import cost_program
 from jaxprefill.inspection.diff import compare
 from jaxprefill.inspection.findings import find
 from jaxprefill.inspection.fold import fold
 from jaxprefill.inspection.hlo import parse_instruction, parse_module
-from jaxprefill.inspection.model import JobSource
+from jaxprefill.inspection.model import JobSource, distant_chip
+from jaxprefill.inspection.page import layer_graph
 from jaxprefill.inspection.program import follow, kind_of, scope_of
 from jaxprefill.inspection.records import Chip
 from jaxprefill.inspection.select import select, select_one
+from jaxprefill.inspection.stored import StoreSource
 from jaxprefill.inspection.summary import analyse, by_scope, operations, summarise
 from jaxprefill.inspection.text import SUMMARY_COLUMNS, summary_row
 from jaxprefill.inspection.thunks import read_graphs
+from jaxprefill.inspection.trace import Event, summarise_trace
 from jaxprefill.kernels.device import known_rates
 from jaxprefill.prefill.compiler import CompileJob
+from jaxprefill.store.folder import Store
+from jaxprefill.store.manifest import StoredExecutable, StoredFile
 
 CHIP = Chip("cpu", "a chip", 1e9, {"f32": 1e12, "bf16": 2e12}, "made up")
 ROWS, WIDTH, MLP, LAYERS = 8, 64, 96, 12
@@ -323,3 +330,97 @@ def test_rates_are_known_by_the_drivers_name():
     slow = Chip("gpu", "", 1e9, {"bf16": 4e9, "f32": 1e9})
     assert slow.seconds({"bf16": 4e9, "f8e4m3fn": 1e9}, 1e9) == 2.0
     assert Chip("gpu", "").seconds({}, np.inf) is None
+
+
+def test_a_trace_tells_busy_time_gaps_and_kernels():
+    events = [Event("a", 0, 100), Event("b", 50, 150), Event("a", 250, 300), Event("c", 260, 280)]
+    trace = summarise_trace(events, num_calls=2)
+    assert (trace.span_s, trace.busy_s, trace.gap_s) == pytest.approx((3e-7, 2e-7, 1e-7))
+    assert (trace.num_gaps, trace.longest_gap_s) == (1, 1e-7)
+    assert [(each.name, each.count) for each in trace.kernels] == [("a", 2), ("b", 1), ("c", 1)]
+
+
+@pytest.fixture
+def cli(source, monkeypatch, capsys):
+    monkeypatch.setattr(inspecting, "open_source", lambda args: source)
+
+    def call(*argv):
+        status = main(["inspect", *argv])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_the_command_lists_and_measures(cli):
+    status, out, err = cli("list", "clean", "--measure", "2", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and [each["name"] for each in lines] == ["clean 8x1x16", "clean again"]
+    assert all(each["measured_s"] > 0 and each["ratio_to_floor"] > 0 for each in lines)
+    status, out, err = cli("list", "clean")
+    assert status == 0 and "clean again" in out and "a CPU has no graphs (2 executables)" in err
+
+
+def test_the_command_shows_operations_and_findings(cli):
+    status, out, _ = cli("ops", "weight", "--json")
+    assert status == 0 and {"weight copy"} <= {x["kind"] for x in json.loads(out)["findings"]}
+    assert "nothing that should not be there" in cli("ops", "clean 8")[1]
+    status, out, _ = cli("show", "layers", "--stage", "stablehlo", "--op", "call")
+    assert status == 0 and f"x{LAYERS}" in out
+    status, _, err = cli("show", "layers", "--stage", "ptx")
+    assert status == 1 and "LLVM" in err
+
+
+@pytest.mark.parametrize(
+    ("pair", "expected"), [(("clean 8", "clean again"), 0), (("clean 8", "layers"), 1)]
+)
+def test_the_status_of_a_diff_is_for_scripts(cli, pair, expected):
+    status, out, _ = cli("diff", *pair)
+    assert (status, bool(out)) == (expected, bool(expected))
+    assert cli("diff", "clean", "layers")[0] == 2
+
+
+def test_the_command_traces_only_what_it_compiled(cli, source, monkeypatch):
+    status, out, _ = cli("trace", "clean 8", "--calls", "2", "--json")
+    trace = json.loads(out)
+    assert status == 0 and trace["num_calls"] == 2 and 0 < trace["busy_s"] <= trace["span_s"]
+    assert any("fusion" in each["name"] or "dot" in each["name"] for each in trace["kernels"])
+    monkeypatch.setattr(inspecting, "JobSource", StoreSource)
+    status, _, err = cli("trace", "clean 8")
+    assert status == 1 and "compiled just now" in err
+
+
+def test_the_page_holds_everything_and_asks_for_nothing(cli, tmp_path):
+    page = tmp_path / "out.html"
+    assert cli("html", str(page), "clean", "layers")[0] == 0
+    text = page.read_text()
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    assert len(data["executables"]) == len(data["rows"]) == 3
+    assert [each["key"] in data["executables"][0] for each in data["columns"]].count(False) == 0
+    graph = layer_graph(analyse(JobSource([JOBS[-1]], CHIP).open("layers")))
+    assert ["mlp.gate_up", "mlp.down", LAYERS] in graph["links"]
+    status, _, err = cli("html", str(tmp_path / "none" / "out.html"), "clean")
+    assert status == 2 and "cannot be written" in err
+
+
+def test_a_store_is_read_without_its_payloads(source, tmp_path):
+    store = Store(tmp_path / "store", is_trusted=True)
+    for name in ("clean 8x1x16", "while"):
+        entry = StoredExecutable(
+            name=name,
+            facts={"platform": "gpu", "device_kind": "NVIDIA H200"},
+            job={},
+            read=(),
+            outputs=[],
+            record=source.compiled(name).record.as_dict(),
+            payload=StoredFile(name="none", sha256="", num_bytes=0),
+        )
+        texts = {"hlo": source.open(name).text("hlo")} if name != "while" else {}
+        store.write(entry, b"payload", texts)
+    found = StoreSource(tmp_path / "store", find_chip=distant_chip, is_trusted=True)
+    summary = summarise(analyse(found.open("clean 8x1x16")))
+    assert summary.flops == 2 * 2 * ROWS * WIDTH * MLP and summary.floor_s > 0
+    assert len(summary.fingerprint) == 64 and "without it" in summary.graph_note
+    with pytest.raises(InspectionError, match="without it"):
+        found.open("while").text("hlo")
+    assert compare(analyse(source.open("clean 8x1x16")), analyse(found.open("clean 8x1x16"))).facts

@@ -91,6 +91,20 @@ def _of_diff(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def _of_html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", metavar="OUT.html", help="the page to write")
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="which (default: all)")
+    parser.add_argument(
+        "--measure", type=int, default=0, metavar="N", help="run each N times (a model's only)"
+    )
+
+
+def _of_trace(parser: argparse.ArgumentParser) -> None:
+    _add_key(parser)
+    parser.add_argument("--calls", type=int, default=10, metavar="N", help="(default: 10)")
+    parser.add_argument("--top", type=int, default=12, metavar="N", help="kernels (default: 12)")
+
+
 def _add_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key", metavar="KEY", help="a name, a shape, or a part of one name")
 
@@ -116,13 +130,23 @@ _ACTIONS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str]] 
         _of_diff,
         "one JSON object for each pair",
     ),
+    "html": (
+        "One page that needs no network.",
+        _of_html,
+        "also print what `list --json` does",
+    ),
+    "trace": (
+        "Runs an executable under the profiler: busy, gaps, top kernels.",
+        _of_trace,
+        "one JSON object",
+    ),
 }
 
 
 COMMAND = Command(
     name="inspect",
     summary="Read what compiled executables cost, hold and should not hold.",
-    usage="list|show|ops|diff ... [--model MODEL]",
+    usage="list|show|ops|diff|html|trace ... [--store DIR | --url URL | --model MODEL]",
     epilog="""\
 A model's executables are compiled as an engine with these options would, and nothing is changed.
 

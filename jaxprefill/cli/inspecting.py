@@ -2,19 +2,26 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxprefill.cli.flags import engine_config_of
 from jaxprefill.cli.streams import emit, emit_json, note
 from jaxprefill.cli.tables import emit_table
+from jaxprefill.errors import InspectionError, RequestError
 from jaxprefill.inspection import text
+from jaxprefill.inspection.calls import Calls
 from jaxprefill.inspection.diff import Difference, compare
 from jaxprefill.inspection.fold import fold, lines_of
-from jaxprefill.inspection.model import ModelSource
+from jaxprefill.inspection.model import KEEP_GRAPHS, JobSource, ModelSource, distant_chip
+from jaxprefill.inspection.page import render
 from jaxprefill.inspection.records import Inspected, Operation, Summary
 from jaxprefill.inspection.select import Source, select, select_one
+from jaxprefill.inspection.served import ServerSource
+from jaxprefill.inspection.stored import StoreSource
 from jaxprefill.inspection.summary import (
+    Analysis,
     analyse,
     by_scope,
     operations,
@@ -36,6 +43,10 @@ def run_action(args: argparse.Namespace) -> int:
 
 def open_source(args: argparse.Namespace) -> Source:
     """The store, the server or the model that the flags name."""
+    if args.url is not None:
+        return ServerSource(args.url, find_chip=distant_chip, api_key=args.api_key)
+    if args.store is not None:
+        return StoreSource(args.store, find_chip=distant_chip, is_trusted=args.trust_executables)
     return ModelSource(engine_config_of(args))
 
 
@@ -60,8 +71,24 @@ def _summaries(source: Source, args: argparse.Namespace) -> Sequence[Summary]:
     for name in names or source.names:
         if not args.quiet:
             note(f"{name} ...")
-        found.append(summarise(analyse(source.open(name))))
+        found.append(summarise(_analysed(source, name, args)))
     return found
+
+
+def _analysed(source: Source, name: str, args: argparse.Namespace) -> Analysis:
+    """With its time, where that is asked for."""
+    one = source.open(name)
+    if args.measure:
+        one = replace(one, measured_s=_calls(source, name).median_s(args.measure))
+    return analyse(one)
+
+
+def _calls(source: Source, name: str) -> Calls:
+    if not isinstance(source, JobSource):
+        raise InspectionError(
+            "executables are run only where they were compiled just now; name a --model instead"
+        )
+    return source.calls(name)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -167,6 +194,40 @@ def _side(args: argparse.Namespace, given: str) -> tuple[Source, list[str]]:
     return source, [select_one(source.names, key)] if key else list(source.names)
 
 
+def _html(args: argparse.Namespace) -> int:
+    source = open_source(args)
+    summaries = _summaries(source, args)
+    drawn = next((one.name for one in summaries if one.shape), summaries[0].name)
+    page = render(source.chip, summaries, analyse(source.open(drawn)))
+    try:
+        Path(args.out).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(
+            f"{args.out} cannot be written: {error.strerror or error}; name another file"
+        ) from error
+    if args.json:
+        for one in summaries:
+            emit_json(one.as_dict())
+    if not args.quiet:
+        note(f"{args.out}: {len(summaries)} executables, {len(page)} characters")
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    source = open_source(args)
+    name = select_one(source.names, args.key)
+    trace = _calls(source, name).trace(args.calls)
+    if args.json:
+        emit_json({"name": name} | trace.as_dict())
+        return 0
+    for line in text.trace_lines(trace):
+        emit(line + "\n")
+    emit_table(text.TRACE_COLUMNS, text.trace_rows(trace, args.top))
+    if not args.quiet and source.chip.platform != "cpu":
+        note(f"XLA leaves graphs out under a profiler; here {KEEP_GRAPHS} keeps them")
+    return 0
+
+
 def _is_place(given: str) -> bool:
     return _is_url(given) or Path(given.partition("#")[0]).is_dir()
 
@@ -185,4 +246,6 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "show": _show,
     "ops": _ops,
     "diff": _diff,
+    "html": _html,
+    "trace": _trace,
 }

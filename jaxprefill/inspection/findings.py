@@ -9,8 +9,11 @@ from jaxprefill.inspection.program import Kernel, Program, touches_host
 
 MIN_BYTES = 4096  # what is smaller costs its launch, not its bytes
 _MOVING = frozenset(("copy", "copy-start", "transpose", "convert", "slice", "dynamic-slice"))
-_MOVES = _MOVING | {"parameter", "constant", "bitcast", "reshape", "concatenate", "pad", "iota"}
-_MOVES |= {"add", "clamp", "compare", "select", "broadcast"}  # where to copy from
+_MOVES = (
+    _MOVING
+    | {"parameter", "constant", "bitcast", "reshape", "concatenate", "pad", "iota"}
+    | {"add", "clamp", "compare", "select", "broadcast"}  # where to copy from
+)
 _REDUCTIONS = frozenset(("reduce", "reduce-window"))
 _MAX_NORM_KERNELS = 3  # squares and their sum; its root; the scaling
 _CPU_LOOP = "on a CPU the layers are a loop, which compiles four times faster"

@@ -1,5 +1,6 @@
 """A model whose executables are compiled to be looked at; weights are not read."""
 
+import re
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,13 +11,16 @@ from typing import Any
 import jax
 
 from jaxprefill.assembly import Assembly
+from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.config import EngineConfig
+from jaxprefill.inspection.calls import Calls
 from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
 from jaxprefill.inspection.thunks import THUNK_DUMP
 from jaxprefill.kernels.device import DeviceInfo, describe_device, known_rates, measure_rates
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.plan import EnginePlan, make_plan
+from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import (
     CPU_OPTIONS,
     GPU_OPTIONS,
@@ -26,8 +30,11 @@ from jaxprefill.prefill.compiler import (
     CompilerOptions,
     compile_job,
 )
+from jaxprefill.prefill.padding import pad
 from jaxprefill.weights.locate import open_checkpoint
 
+# Without it XLA launches kernel by kernel while a profiler records.
+KEEP_GRAPHS = "xla_enable_command_buffers_during_profiling"
 _NO_PTX = Missing("a CPU runs LLVM's machine code, not PTX")
 _NO_THUNKS = Missing("XLA's CPU backend does not write its thunks down; the hlo is in their order")
 
@@ -61,11 +68,23 @@ class JobSource:
             with _no_cache(), tempfile.TemporaryDirectory(prefix="jaxprefill-dump-") as folder:
                 dump: CompilerOptions = {}
                 if self.chip.platform != "cpu":  # thunks and PTX can be had from a dump alone
-                    dump = {"xla_dump_to": folder}
+                    dump = {"xla_dump_to": folder, KEEP_GRAPHS: True}
                 self._compiled[name] = compile_job(self.jobs[name], self._options | dump)
                 self._dumped[name, "ptx"] = _dumped(folder, ".ptx")
                 self._dumped[name, "thunks"] = _dumped(folder, THUNK_DUMP)
         return self._compiled[name]
+
+    def calls(self, name: str) -> Calls:
+        """Runs of one executable. On a GPU it keeps its graphs under the profiler, too.
+
+        Raises:
+            CompileError: it could not be compiled.
+        """
+        return Calls(self.jobs[name], self.compiled(name), self.full_buffer(name))
+
+    def full_buffer(self, name: str) -> Any:
+        """The batch that fills an executable; None where it takes none."""
+        return None
 
     def open(self, name: str) -> Inspected:
         """Compiles one executable, and tells what is known of it.
@@ -122,6 +141,35 @@ class ModelSource(JobSource):
         self.plan = make_plan(config, checkpoint.config, device)
         super().__init__(plan_jobs(self.plan, checkpoint.tokenizer.vocab_size), chip_of(device))
 
+    def full_buffer(self, name: str) -> Any:
+        """See `JobSource.full_buffer`: requests as long as fit, ids that begin at zero."""
+        found = re.fullmatch(r"(\w+) (\d+)x(\d+)x(\d+)(/\w.*)?", name)
+        if found is None or found[5] == "/finish":
+            return None
+        is_decode, key = found[1] == "decode", ShapeKey(*map(int, found.groups()[1:4]))
+        layout = self.plan.layout(key, is_decode=is_decode)
+        return pad(full_batch(self.plan, key, is_decode=is_decode), layout)
+
+
+def full_batch(plan: EnginePlan, key: ShapeKey, *, is_decode: bool) -> Batch:
+    """As many tokens as the shape and the pool hold, each request from its first token on."""
+    page_size = plan.config.page_size
+    longest = 1 if is_decode else min(key.max_context, plan.num_pages * page_size)
+    lens = [min(longest, key.num_tokens - at) for at in range(0, key.num_tokens, longest)]
+    rows: list[BatchRow] = []
+    next_page = 0
+    for slot, length in enumerate(lens[: key.num_slots]):
+        num_pages = -(-length // page_size)
+        if next_page + num_pages > plan.num_pages:
+            break
+        pages = list(range(next_page, next_page + num_pages))
+        ids = None if is_decode else [at % plan.model.vocab_size for at in range(length)]
+        rows.append(
+            BatchRow(request_id=str(slot), slot=slot, token_ids=ids, kv_len=length, pages=pages)
+        )
+        next_page += num_pages
+    return Batch(rows=tuple(rows), is_decode=is_decode)
+
 
 def plan_jobs(plan: EnginePlan, num_valid: int) -> list[CompileJob]:
     """Every job of an engine; `num_valid` ids may be sampled."""
@@ -132,10 +180,20 @@ def plan_jobs(plan: EnginePlan, num_valid: int) -> list[CompileJob]:
 
 def chip_of(device: DeviceInfo) -> Chip:
     """The chip and its rates: a CPU's are measured, a known GPU's are in a table."""
-    rates = measure_rates() if device.platform == "cpu" else known_rates(device.kind)
-    if rates is None:
-        return Chip(device.platform, device.kind, source=f"rates of {device.kind} are not known")
-    return Chip(device.platform, device.kind, rates.bytes_per_s, rates.flops_per_s, rates.source)
+    if device.platform != "cpu":
+        return distant_chip(device.platform, device.kind)
+    rates = measure_rates()
+    return Chip("cpu", device.kind, rates.bytes_per_s, rates.flops_per_s, rates.source)
+
+
+def distant_chip(platform: str, kind: str) -> Chip:
+    """A chip that may be in another machine, by its driver's name."""
+    rates = known_rates(kind)
+    if rates is not None:
+        return Chip(platform, kind, rates.bytes_per_s, rates.flops_per_s, rates.source)
+    is_cpu = platform == "cpu"
+    why = "a CPU's rates are measured on the machine itself" if is_cpu else f"{kind} is not known"
+    return Chip(platform, kind, source=why)
 
 
 def hlo_text(compiled: jax.stages.Compiled) -> str:

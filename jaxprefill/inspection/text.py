@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from jaxprefill.inspection.diff import Change
 from jaxprefill.inspection.findings import Finding
 from jaxprefill.inspection.records import Chip, Operation, Summary
+from jaxprefill.inspection.trace import Trace
 
 SUMMARY_COLUMNS = (
     "executable",
@@ -29,6 +30,7 @@ SCOPE_COLUMNS = ("scope", ">kernels", ">FLOPs", ">bytes", ">of floor")
 CHANGE_COLUMNS = ("", "scope", "kind", "what", ">before", ">after")
 OPERATION_COLUMNS = ("scope", "kind", "what", ">times", ">FLOPs", ">bytes", ">of floor")
 FINDING_COLUMNS = ("found", "what", "scope", ">times", ">bytes", "meant, as")
+TRACE_COLUMNS = ("kernel", ">a call", ">ms a call", ">of busy")
 _UNITS = ("", " k", " M", " G", " T", " P")
 
 
@@ -146,3 +148,28 @@ def number_rows(
         ratio = f"{after / before:.3f}" if before and after is not None else ""
         rows.append([name, number(before), number(after), ratio])
     return rows
+
+
+def trace_lines(trace: Trace) -> list[str]:
+    """The totals, by call."""
+    each = trace.num_calls
+    busy = trace.busy_s / trace.span_s if trace.span_s else 0.0
+    return [
+        f"{each} calls in {milliseconds(trace.span_s)} ms: {milliseconds(trace.span_s / each)} ms "
+        f"a call, busy {busy:.1%} of it",
+        f"{trace.num_gaps} gaps, {milliseconds(trace.gap_s / each)} ms a call; the longest "
+        f"{milliseconds(trace.longest_gap_s)} ms",
+    ]
+
+
+def trace_rows(trace: Trace, limit: int) -> list[list[str]]:
+    """For TRACE_COLUMNS: the kernels that take longest."""
+    return [
+        [
+            one.name,
+            fixed(one.count / trace.num_calls, 1),
+            milliseconds(one.total_s / trace.num_calls),
+            f"{one.total_s / trace.busy_s:.1%}" if trace.busy_s else "",
+        ]
+        for one in trace.kernels[:limit]
+    ]

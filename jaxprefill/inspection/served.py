@@ -1,0 +1,82 @@
+"""The executables of a running server, as it tells of them over HTTP."""
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jaxprefill.errors import InspectionError
+from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
+
+_PATIENCE_S = 60.0
+_LOCAL = "a server tells only the hlo; `jaxprefill inspect --model` compiles for the others"
+
+
+class ServerSource:
+    """A server of jaxprefill's at some URL."""
+
+    def __init__(
+        self, url: str, *, find_chip: Callable[[str, str], Chip], api_key: str | None = None
+    ) -> None:
+        """Asks it once for its records.
+
+        Args:
+            url: as `http://127.0.0.1:8000`.
+            find_chip: a chip and its rates, from platform and the driver's name for it.
+            api_key: where it asks for one.
+
+        Raises:
+            InspectionError: it does not answer, or is no server of jaxprefill's.
+        """
+        self._url = url.rstrip("/")
+        self._key = api_key
+        info = self._ask("/executables")
+        try:
+            self._records = {record["name"]: record for record in info["executables"]}
+            self.chip = find_chip(info["platform"], info["device_kind"])
+        except (KeyError, TypeError) as error:
+            raise InspectionError(
+                f"{self._url} must answer /executables as jaxprefill does, but lacks {error}"
+            ) from error
+
+    @property
+    def names(self) -> list[str]:
+        """Every executable."""
+        return list(self._records)
+
+    def open(self, name: str) -> Inspected:
+        """See `Source.open`."""
+        record = self._records[name]
+        return Inspected(
+            name=name,
+            chip=self.chip,
+            read_text=partial(self._text, name),
+            temp_bytes=record.get("temp_bytes"),
+            argument_bytes=record.get("argument_bytes"),
+            output_bytes=record.get("output_bytes"),
+            code_bytes=record.get("code_bytes"),
+            compile_s=record.get("compile_s"),
+            fingerprint=record.get("fingerprint"),
+            measured_s=record.get("measured_s"),
+        )
+
+    def _text(self, name: str, stage: Stage) -> str | Missing:
+        if stage != "hlo":
+            return Missing(_LOCAL)
+        query = urllib.parse.urlencode({"name": name})
+        return str(self._ask(f"/executables/hlo?{query}")["text"])
+
+    def _ask(self, path: str) -> Any:
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        request = urllib.request.Request(self._url + path, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_PATIENCE_S) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            body = error.read().decode(errors="replace")
+            raise InspectionError(f"{self._url}{path} answers {error.code}: {body:.300}") from error
+        except (OSError, ValueError) as error:
+            raise InspectionError(f"{self._url} does not answer: {error}") from error
