@@ -35,6 +35,7 @@ LAYERS = [
     ["reranking"],
     ["readings"],
     ["server"],  # it sees engines through `client` alone
+    ["offline"],  # and so does this, through `server`
     ["step"],
     ["core"],
     ["loop"],
@@ -82,9 +83,11 @@ HOST_ONLY = [
     "store.manifest",
     "store.folder",
     "server.run",
+    "offline.batch",
     "remote.client",
     "cli.main",
     "cli.serving",
+    "cli.offline",
 ]
 MAY_IMPORT_LATE = {"cli"}  # so that --help and --version need not wait for jax
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxprefill import __version__
-from jaxprefill.cli import generate, inspect, logprobs, models, serve, tune
+from jaxprefill.cli import batch, generate, inspect, logprobs, models, score_file, serve, tune
 from jaxprefill.cli.command import Command
 from jaxprefill.cli.streams import discard_stdout, emit, logging_to_stderr, note, prepare_streams
 from jaxprefill.errors import ConfigError, JaxPrefillError, RequestError
@@ -19,6 +19,8 @@ COMMANDS: tuple[Command, ...] = (
     serve.COMMAND,
     generate.COMMAND,
     logprobs.COMMAND,
+    batch.COMMAND,
+    score_file.COMMAND,
     inspect.COMMAND,
     tune.COMMAND,
     models.COMMAND,

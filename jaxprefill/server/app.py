@@ -16,19 +16,14 @@ from jaxprefill.errors import JaxPrefillError
 from jaxprefill.server.admin import Admin
 from jaxprefill.server.api_error import ApiError, as_api_error
 from jaxprefill.server.auth import ApiKeys
-from jaxprefill.server.chat import ChatBody, chat
-from jaxprefill.server.classify import ClassifyBody, classify
-from jaxprefill.server.completions import CompletionBody, completions
 from jaxprefill.server.context import ServerContext
-from jaxprefill.server.embeddings import EmbeddingBody, embeddings
-from jaxprefill.server.generate import GenerateBody, generate
+from jaxprefill.server.endpoints import ENDPOINTS
 from jaxprefill.server.health import health_routes, json_response
 from jaxprefill.server.metrics import Metrics
 from jaxprefill.server.observer import Observer
 from jaxprefill.server.openapi import openapi_route
 from jaxprefill.server.pages import page_routes
 from jaxprefill.server.route import post
-from jaxprefill.server.scoring import RerankBody, ScoreBody, rerank, score
 from jaxprefill.server.settings import ServerSettings
 from jaxprefill.server.tokenizing import tokenizer_routes
 
@@ -63,14 +58,7 @@ def create_app(client: EngineClient, settings: ServerSettings | None = None) -> 
 def _routes(context: ServerContext) -> list[BaseRoute]:
     return [
         *health_routes(context),
-        post("/v1/completions", context, CompletionBody, completions),
-        post("/v1/chat/completions", context, ChatBody, chat),
-        post("/v1/embeddings", context, EmbeddingBody, embeddings),
-        post("/v1/score", context, ScoreBody, score),
-        post("/v1/rerank", context, RerankBody, rerank),
-        post("/rerank", context, RerankBody, rerank),
-        post("/v1/classify", context, ClassifyBody, classify),
-        post("/generate", context, GenerateBody, generate),
+        *(post(each.path, context, each.kind, each.handler) for each in ENDPOINTS),
         *tokenizer_routes(context),
     ]
 

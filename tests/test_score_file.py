@@ -1,0 +1,207 @@
+"""Tables scored over the fake engine: columns, types, nulls, quotes, and rows that are refused."""
+
+import csv
+import gzip
+import io
+import json
+import math
+
+import pytest
+
+from jaxprefill.cli.main import main
+from jaxprefill.cli.score_file import labels_of
+from jaxprefill.config import ClassifierConfig
+from jaxprefill.errors import ConfigError
+from tests.fake_engine import FakeEngine
+from tests.tiny import tiny_config
+
+TEXTS = ["good", "", 'é, "quoted"\nand longer', "a" * 200, "x"]
+# Of the fake engine: a prompt token's logprob is minus its position.
+PERPLEXITIES = [math.exp((1 + 2 + 3) / 3), None, math.exp(sum(range(1, 23)) / 22), None, None]
+
+
+@pytest.fixture
+def score(monkeypatch, capsys, tmp_path):
+    """`jaxprefill score-file` in a folder of its own: its status and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv, engine=None):
+        made = engine or FakeEngine()
+        monkeypatch.setattr("jaxprefill.cli.offline.EngineProcess", lambda config, **_: made)
+        status = main(["score-file", "--text-column", "text", *map(str, argv)])
+        assert not made.running
+        return status, capsys.readouterr().err
+
+    call.folder = tmp_path
+    return call
+
+
+def csv_text(rows, **dialect) -> str:
+    text = io.StringIO(newline="")
+    csv.writer(text, **dialect).writerows(rows)
+    return text.getvalue()
+
+
+def close(value):
+    return None if value is None else pytest.approx(value, rel=1e-6)
+
+
+def test_perplexities_of_a_csv_file(score):
+    rows = [["id", "text", "n,ote"], *([str(i), text, " "] for i, text in enumerate(TEXTS))]
+    (score.folder / "in.csv").write_bytes(b"\xef\xbb\xbf" + csv_text(rows).encode())
+    status, said = score("-i", "in.csv", "-o", "out.csv", "--perplexity")
+    assert status == 3
+    assert "row 4: " in said and "maximum context length" in said
+    assert "5 rows, 1 failed in" in said and "1 of the rows had no text" in said
+    written = (score.folder / "out.csv").read_bytes()
+    assert written.startswith(b"\xef\xbb\xbf") and written.count(b"\r\n") == 6
+    header, *found = csv.reader(io.StringIO(written.decode("utf-8-sig"), newline=""))
+    assert header == ["id", "text", "n,ote", "perplexity", "num_tokens", "sum_logprob"]
+    assert [row[:3] for row in found] == rows[1:]
+    assert [float(row[3]) if row[3] else None for row in found] == list(map(close, PERPLEXITIES))
+    assert [row[4] for row in found] == ["4", "", "23", "", "1"]
+
+
+def test_labels_of_json_lines_and_what_stands_there_is_kept_to_the_byte(score):
+    lines = [
+        '{"text": "good", "n": 1.10, "big": 123456789012345678901234567890}',
+        "{ }",
+        '{"text":null , "x": "\\u00e9" }',
+        '{"text": "bad", "text2": [1,  2]}',
+    ]
+    with gzip.open(score.folder / "in.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\n\n".join(lines))
+    engine = FakeEngine()
+    engine.label_rule = lambda request, label: -1.0 if len(request.prompt_ids) == label else -3.0
+    labels = [engine.model.tokenizer.decode([9]), engine.model.tokenizer.decode([10])]
+    argv = ["--labels", ",".join(labels), "--template", "Say {text}:\\n", "--prefix", "my_"]
+    status, said = score("-i", "in.jsonl.gz", "-o", "out.jsonl.gz", *argv, engine=engine)
+    assert status == 0 and "2 of the rows had no text" in said
+    with gzip.open(score.folder / "out.jsonl.gz", "rt", encoding="utf-8") as file:
+        written = file.read().splitlines()
+    for old, new in zip(lines, written, strict=True):
+        assert new.startswith(old[:-1].rstrip())
+    found = [json.loads(line) for line in written]
+    name = "my_prob_" + labels[1]
+    assert [row["my_label"] for row in found] == [labels[1], None, None, labels[0]]
+    share = 1 / (1 + math.exp(-2.0))
+    assert found[0][name] == close(share) and found[1][name] is None
+    assert [len(request.prompt_ids) for request in engine.requests] == [10, 9]
+
+
+def test_embeddings_of_parquet(score):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    kinds = [arrow.string(), arrow.large_string(), arrow.dictionary(arrow.int32(), arrow.string())]
+    for kind in kinds:
+        schema = arrow.schema(
+            [
+                arrow.field("when", arrow.timestamp("us", tz="UTC"), nullable=False),
+                arrow.field("text", kind),
+                arrow.field("price", arrow.decimal128(9, 2), metadata={"unit": "EUR"}),
+            ],
+            metadata={"about": "prices"},
+        )
+        count = 600
+        texts = [TEXTS[i % 3] if i % 7 else None for i in range(count)]
+        table = arrow.table(
+            [
+                arrow.array(range(count), arrow.int64()).cast(schema.field(0).type),
+                arrow.array(texts, arrow.string()).cast(kind),
+                arrow.array([None] * count, schema.field(2).type),
+            ],
+            schema=schema,
+        )
+        parquet.write_table(table, score.folder / "in.parquet", compression="zstd")
+        argv = ("-i", "in.parquet", "-o", "out.parquet", "--embed", "--overwrite")
+        status, said = score(*argv)
+        assert status == 0, said
+        found = parquet.read_table(score.folder / "out.parquet")
+        assert found.drop_columns(["embedding"]).equals(table, check_metadata=True)
+        assert found.schema.field("embedding").type == arrow.list_(arrow.float32())
+        vectors = found.column("embedding").to_pylist()
+        size = tiny_config().hidden_size
+        for text, vector in zip(texts, vectors, strict=True):
+            assert vector == (pytest.approx([size**-0.5] * size) if text else None)
+        metadata = parquet.ParquetFile(score.folder / "out.parquet").metadata
+        assert metadata.num_row_groups == 1
+        assert metadata.row_group(0).column(0).compression == "ZSTD"
+    assert not (score.folder / "out.part.parquet").exists()
+
+
+def test_a_models_own_classifier_names_the_columns(score):
+    (score.folder / "in.tsv").write_text('text\tb\n"a\tb"\t"1"\n', encoding="utf-8")
+    classifier = ClassifierConfig(labels=("no", "yes"), activation="softmax")
+    engine = FakeEngine(classifier=classifier)
+    engine.class_rule = lambda request: (0.0, 2.0)
+    status, said = score("-i", "in.tsv", "-o", "out.tsv", "--classify", engine=engine)
+    assert status == 0, said
+    share = 1 / (1 + math.exp(-2.0))
+    header, row = csv.reader((score.folder / "out.tsv").read_text().splitlines(), delimiter="\t")
+    assert header == ["text", "b", "label", "prob_no", "prob_yes"]
+    assert row[:3] == ["a\tb", "1", "yes"] and float(row[4]) == close(share)
+    status, said = score("-i", "in.tsv", "-o", "more.tsv", "--classify")
+    assert status == 2 and "no classifier of its own" in said
+
+
+FAULTS = {
+    "in.csv": [
+        ("text,b\r\n1,2\r\n1,2,3\r\n", 1, "row 2 (line 3) of in.csv must have 2 fields"),
+        ('text\n"a', 1, "row 1 (line 2) of in.csv is no CSV"),
+        ("other,b\n", 2, "it has 'other', 'b'"),
+        ("text,text\n", 2, "has once"),
+        ("", 2, "it has none"),
+        ("text,perplexity\n", 2, "--prefix"),
+        (b"text\n\xff\n", 1, "line 2 of in.csv is no UTF-8"),
+    ],
+    "in.jsonl": [
+        ('{"text": "a"}\n[1]', 1, "row 2 (line 2) of in.jsonl must be a JSON object"),
+        ('{"text": "a"}\n\n{"text": 5}', 1, "row 2 (line 3) of in.jsonl: text must be a text"),
+        ('{"texts": "a"}', 2, "it has 'texts'"),
+        ('{"text": "a", "perplexity": 1}', 2, "--prefix"),
+        ('{"text": "a"}\n{"text": "a", "perplexity": 1}', 2, "row 2 of in.jsonl has"),
+    ],
+    "in.parquet": [("nonsense", 2, "no Parquet file")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "status", "words"), [(name, *each) for name in FAULTS for each in FAULTS[name]]
+)
+def test_faults_of_tables_are_named(score, name, text, status, words):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    path = score.folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    found, said = score("-i", name, "-o", name.replace("in", "out"), "--perplexity")
+    assert (found, words in said) == (status, True), said
+    assert not (score.folder / name.replace("in", "out")).exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("-i", "in.csv", "-o", "out.jsonl", "--embed"), "--output must be a csv file"),
+        (("-i", "in.csv", "-o", "in.csv", "--embed"), "--overwrite replaces it"),
+        (("-i", "in.csv", "-o", "in.csv", "--embed", "--overwrite"), "another file"),
+        (("-i", "in.csv", "-o", "out.csv"), "required"),
+        (("-i", "in.csv", "-o", "out.csv", "--embed", "--template", "a"), "must hold {text}"),
+        (("-i", "in.csv", "-o", "out.csv", "--labels", "a,a"), "must differ"),
+        (("-i", "in.txt", "-o", "out.csv", "--embed"), "must end in"),
+        (("-i", "in.csv", "-o", "no/out.csv", "--embed"), "cannot write"),
+        (("-i", "-", "-o", "-", "--embed", "--format", "parquet"), "cannot be read from stdin"),
+    ],
+)
+def test_mistakes_are_told(score, argv, words):
+    if "parquet" in argv:
+        pytest.importorskip("pyarrow")
+    (score.folder / "in.csv").write_text("text\na\n")
+    status, said = score(*argv)
+    assert (status, words in said) == (2, True), said
+
+
+def test_labels_keep_their_spaces_and_commas():
+    assert labels_of('" a, b"," c"') == [" a, b", " c"]
+    for text in ("", "a,,b", "a, b"):
+        with pytest.raises(ConfigError, match="--labels"):
+            labels_of(text)
