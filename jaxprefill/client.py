@@ -106,6 +106,15 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def program_text(self, name: str) -> str:
+        """The optimised HLO of an executable, by its name in `stats()["compiled"]`.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or is lost meanwhile.
+            JaxPrefillError: there is none of that name.
+        """
+        ...
+
     async def start_profile(self, folder: str) -> None:
         """Records what the engine runs until `stop_profile`.
 

@@ -18,6 +18,7 @@ from jaxprefill.admission import (
     naming_item,
 )
 from jaxprefill.arguments import as_params, as_prompts, is_list
+from jaxprefill.compat import program_text
 from jaxprefill.config import make_config
 from jaxprefill.embeddings import Matrix
 from jaxprefill.errors import JaxPrefillError, RequestError
@@ -227,6 +228,21 @@ class Engine:
         """Forgets all prefixes that no running request uses."""
         self._loop.flush_cache()
 
+    def program_text(self, executable: str) -> str:
+        """The optimised HLO of an executable, by its name in `stats()["compiled"]`.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        programs = self._started.programs
+        if executable not in programs:
+            raise RequestError(
+                f"executable must be a name such as {next(iter(programs), 'none')!r}, "
+                f"got {executable!r:.120}",
+                param="executable",
+            )
+        return program_text(programs[executable].call)
+
     def start_profile(self, folder: str) -> None:
         """Records what runs, for xprof or TensorBoard, until `stop_profile`."""
         jax.profiler.start_trace(folder)
@@ -283,7 +299,8 @@ class Engine:
         corrupted_requests, compilations_after_ready (of the whole process: another engine's, and
         the caller's own, count), num_running and num_waiting (requests),
         kv_pages (free ones may be cached), memory (bytes on each device), mesh (devices by axis,
-        processes), ladder (the shapes that are built), startup_s, compiled (records).
+        processes), device (platform, kind), ladder (the shapes that are built), startup_s,
+        compiled (records).
         """
         core, counters = self._core, self._core.counters
         records = self._started.records
@@ -311,6 +328,7 @@ class Engine:
                 "cached": core.cache.num_cached,
             },
             "memory": memory,
+            "device": {"platform": self.plan.device.platform, "kind": self.plan.device.kind},
             "mesh": {
                 "model": self.plan.config.tensor_parallel_size,
                 "processes": self.plan.device.num_processes,
@@ -323,6 +341,7 @@ class Engine:
     def close(self) -> None:
         """Frees the device's arrays and the executables; the engine cannot be used afterwards."""
         self._loop.close()
+        self._started.programs.clear()
 
     def __enter__(self) -> "Engine":
         return self

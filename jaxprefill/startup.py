@@ -19,6 +19,7 @@ from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import (
     CPU_OPTIONS,
     GPU_OPTIONS,
+    Compiled,
     ExecutableRecord,
     compile_all,
 )
@@ -37,6 +38,7 @@ class Started:
     core: EngineCore
     records: list[ExecutableRecord] = field(default_factory=list[ExecutableRecord])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
+    programs: dict[str, Compiled] = field(default_factory=dict[str, Compiled])
 
 
 def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) -> Started:
@@ -85,7 +87,7 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         "warm_up": time.perf_counter() - loaded_at,
         "total": time.perf_counter() - began,
     }
-    return Started(core, [entry.record for entry in compiled.values()], seconds)
+    return Started(core, [entry.record for entry in compiled.values()], seconds, compiled)
 
 
 def check_kernels(plan: EnginePlan) -> None:

@@ -41,6 +41,7 @@ STATS = {  # a part of `Engine.stats()`; the running engine's test compares the 
     "kv_pages": {"total": 40, "free": 30, "cached": 8},
     "memory": {"weights": 1000, "executable_temp_max": 4096, "executable_code": 100, "free": None},
     "mesh": {"model": 1, "processes": 1},
+    "device": {"platform": "cpu", "kind": "cpu"},
     "ladder": {
         "path": "full",
         "buckets": [8, 32],
@@ -107,6 +108,9 @@ class FakeEngine:
         if not self.is_ready:
             raise EngineUnavailable("the engine is starting")
         return STATS | {"num_running": len(self.running)}
+
+    async def program_text(self, name: str):
+        return f"HloModule {name}"
 
     async def start_profile(self, folder: str):
         self.profiles.append(folder)

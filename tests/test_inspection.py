@@ -1,6 +1,7 @@
 """What is told of executables: costs, findings, folded texts and differences of known programs."""
 
 import json
+from unittest.mock import AsyncMock
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxprefill.inspection.page import layer_graph
 from jaxprefill.inspection.program import follow, kind_of, scope_of
 from jaxprefill.inspection.records import Chip
 from jaxprefill.inspection.select import select, select_one
+from jaxprefill.inspection.served import ServerSource
 from jaxprefill.inspection.stored import StoreSource
 from jaxprefill.inspection.summary import analyse, by_scope, operations, summarise
 from jaxprefill.inspection.text import SUMMARY_COLUMNS, summary_row
@@ -29,6 +31,8 @@ from jaxprefill.kernels.device import known_rates
 from jaxprefill.prefill.compiler import CompileJob
 from jaxprefill.store.folder import Store
 from jaxprefill.store.manifest import StoredExecutable, StoredFile
+from tests.fake_engine import FakeEngine
+from tests.live import live
 
 CHIP = Chip("cpu", "a chip", 1e9, {"f32": 1e12, "bf16": 2e12}, "made up")
 ROWS, WIDTH, MLP, LAYERS = 8, 64, 96, 12
@@ -424,3 +428,26 @@ def test_a_store_is_read_without_its_payloads(source, tmp_path):
     with pytest.raises(InspectionError, match="without it"):
         found.open("while").text("hlo")
     assert compare(analyse(source.open("clean 8x1x16")), analyse(found.open("clean 8x1x16"))).facts
+
+
+def test_a_server_is_read_over_http(source):
+    engine = FakeEngine()
+    engine.program_text = AsyncMock(return_value=source.open("clean 8x1x16").text("hlo"))
+    with live(engine, api_key=("secret",)) as url:
+        served = ServerSource(url, find_chip=distant_chip, api_key="secret")
+        summary = summarise(analyse(served.open("full 32x4x160")))
+        assert summary.flops == 2 * 2 * ROWS * WIDTH * MLP and summary.temp_bytes == 4096
+        assert summary.floor_s is None and "measured on the machine" in summary.notes[0]
+        with pytest.raises(InspectionError, match="tells only the hlo"):
+            served.open("full 32x4x160").text("jaxpr")
+        with pytest.raises(InspectionError, match="answers 401"):
+            ServerSource(url, find_chip=distant_chip)
+    with pytest.raises(InspectionError, match="does not answer"):
+        ServerSource(url, find_chip=distant_chip)
+
+
+def test_an_engine_tells_its_programs(engine):
+    name = engine.stats()["compiled"][0]["name"]
+    assert parse_module(engine.program_text(name)).name.startswith("jit_")
+    with pytest.raises(RequestError, match="executable must be"):
+        engine.program_text("none")

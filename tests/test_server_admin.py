@@ -36,6 +36,8 @@ NAMES = [
 ADMIN = [
     ("GET", "/server_info"),
     ("GET", "/get_server_info"),
+    ("GET", "/executables"),
+    ("GET", "/executables/full 32x4x160"),
     ("GET", "/flush_cache"),
     ("POST", "/flush_cache"),
     ("POST", "/abort_request"),
@@ -141,6 +143,16 @@ def test_server_info_says_what_is_served_and_from_what():
     http = Http()
     http.engine.is_ready = False
     assert http.get("/get_server_info").status_code == 503
+
+
+def test_executables_are_told_with_their_programs():
+    http = Http()
+    told = http.get("/executables").json()
+    assert told["device"]["platform"] == "cpu"
+    assert told["executables"][0]["name"] == "full 32x4x160"
+    program = http.get("/executables/full%2032x4x160").json()
+    assert program["text"] == "HloModule full 32x4x160"
+    assert http.get("/executables/none").status_code == 404
 
 
 def test_the_cache_is_flushed_by_get_and_post():

@@ -12,6 +12,7 @@ import jax
 
 from jaxprefill.assembly import Assembly
 from jaxprefill.batch import Batch, BatchRow
+from jaxprefill.compat import program_text
 from jaxprefill.config import EngineConfig
 from jaxprefill.inspection.calls import Calls
 from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
@@ -108,7 +109,7 @@ class JobSource:
 
     def _text(self, name: str, stage: Stage) -> str | Missing:
         if stage == "hlo":
-            return hlo_text(self.compiled(name).call)
+            return program_text(self.compiled(name).call)
         if stage in ("jaxpr", "stablehlo"):
             job = self.jobs[name]
             traced = jax.jit(job.function, donate_argnums=job.donated).trace(*job.arguments)
@@ -194,12 +195,6 @@ def distant_chip(platform: str, kind: str) -> Chip:
     is_cpu = platform == "cpu"
     why = "a CPU's rates are measured on the machine itself" if is_cpu else f"{kind} is not known"
     return Chip(platform, kind, source=why)
-
-
-def hlo_text(compiled: jax.stages.Compiled) -> str:
-    """The program after XLA's optimisation."""
-    executable: Any = compiled.runtime_executable()
-    return "\n".join(module.to_string() for module in executable.hlo_modules())
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class ServerSource:
         info = self._ask("/executables")
         try:
             self._records = {record["name"]: record for record in info["executables"]}
-            self.chip = find_chip(info["platform"], info["device_kind"])
+            self.chip = find_chip(info["device"]["platform"], info["device"]["kind"])
         except (KeyError, TypeError) as error:
             raise InspectionError(
                 f"{self._url} must answer /executables as jaxprefill does, but lacks {error}"
@@ -66,8 +66,7 @@ class ServerSource:
     def _text(self, name: str, stage: Stage) -> str | Missing:
         if stage != "hlo":
             return Missing(_LOCAL)
-        query = urllib.parse.urlencode({"name": name})
-        return str(self._ask(f"/executables/hlo?{query}")["text"])
+        return str(self._ask(f"/executables/{urllib.parse.quote(name)}")["text"])
 
     def _ask(self, path: str) -> Any:
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}

@@ -116,6 +116,10 @@ class EngineProcess:
         """`Engine.stats()`; raises EngineUnavailable."""
         return await self.ask("stats")
 
+    async def program_text(self, name: str) -> str:
+        """`Engine.program_text()`; raises EngineUnavailable and JaxPrefillError."""
+        return await self.ask("program_text", executable=name)
+
     async def start_profile(self, folder: str) -> None:
         """Records what the engine's process runs; raises EngineUnavailable and JaxPrefillError."""
         await self.ask("start_profile", folder=folder)

@@ -41,7 +41,7 @@ from jaxprefill.updates import RequestUpdate
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 4096  # updates in one message
-_ACTIONS = ("flush_cache", "start_profile", "stop_profile")
+_ACTIONS = ("flush_cache", "start_profile", "stop_profile", "program_text")
 _Item = FromEngine | tuple[int, RequestUpdate] | None
 Inbox = queue.SimpleQueue[ToEngine | Compiled]
 

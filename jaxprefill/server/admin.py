@@ -49,6 +49,8 @@ class Admin:
             Route("/metrics", self._show_metrics),
             Route("/server_info", self._server_info),
             Route("/get_server_info", self._server_info),
+            Route("/executables", self._executables),
+            Route("/executables/{name:path}", self._program),
             Route("/flush_cache", self._flush_cache, methods=both),
             Route("/abort_request", self._abort_request, methods=["POST"]),
             Route("/start_profile", self._start_profile, methods=["POST"]),
@@ -98,7 +100,7 @@ class Admin:
                 "counters": {
                     name: value
                     for name, value in stats.items()
-                    if name not in ("ladder", "compiled", "memory", "startup_s", "mesh")
+                    if name not in ("ladder", "compiled", "memory", "startup_s", "mesh", "device")
                 },
                 "mesh": stats["mesh"],
                 "startup_s": stats["startup_s"],
@@ -107,6 +109,21 @@ class Admin:
                 "is_draining": context.is_draining,
             }
         )
+
+    async def _executables(self, _: HttpRequest) -> Response:
+        """What is compiled, and for which device: what `jaxprefill inspect --url` reads."""
+        stats = await self._context.client.stats()
+        return json_response({"device": stats["device"], "executables": stats["compiled"]})
+
+    async def _program(self, request: HttpRequest) -> Response:
+        """The optimised HLO of one of them."""
+        name, client = request.path_params["name"], self._context.client
+        known = [record["name"] for record in (await client.stats())["compiled"]]
+        if name not in known:
+            message = f"name must be that of an executable, see /executables, got {name!r:.120}"
+            raise ApiError(404, message, param="name", code="executable_not_found")
+        text = await client.program_text(name)
+        return json_response({"name": name, "stage": "hlo", "text": text})
 
     async def _flush_cache(self, _: HttpRequest) -> Response:
         """Forgets all prefixes that no running request uses."""
