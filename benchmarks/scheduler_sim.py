@@ -4,14 +4,18 @@ Pure Python, no jax: policies can be compared in seconds, before any accelerator
 
     python -m benchmarks.scheduler_sim lengths.csv
     python -m benchmarks.scheduler_sim --synthetic 2000 --rate 40 --buckets default upstream 64,1024
+    jaxprefill tune --lengths lengths.csv --json > tuned.json
+    python -m benchmarks.scheduler_sim lengths.csv --buckets default tuned.json --costs tuned.json
 
 A length file has the columns arrival_s, prompt_tokens, output_tokens and, if wanted, shared_tokens
 (how many of the prompt's first tokens all requests have in common). A step costs
-`max(floor, tokens * per-token)`: reading the weights, or arithmetic, whichever takes longer.
+`max(floor, tokens * per-token)`: reading the weights, or arithmetic, whichever takes longer; or
+what `jaxprefill tune` measured, for decode steps too.
 """
 
 import argparse
 import csv
+import json
 import random
 import statistics
 from collections import Counter
@@ -32,6 +36,7 @@ from jaxprefill.prefill.buckets import (
 from jaxprefill.prefill.policy import PrefillPolicy, Use, decide
 from jaxprefill.request import Request, SamplingParams
 from jaxprefill.scheduler import RequestState, Scheduler, SchedulerLimits, Status
+from jaxprefill.tuning.costs import BucketCost, CostCurve
 
 PAGE_SIZE = 16
 
@@ -58,8 +63,11 @@ class Device:
 
     floor_s: float
     token_s: float
+    curve: CostCurve | None = None
 
     def step_s(self, num_tokens: int) -> float:
+        if self.curve is not None and num_tokens <= self.curve.largest:
+            return self.curve.cost(num_tokens).time_ns / 1e9
         return max(self.floor_s, num_tokens * self.token_s)
 
 
@@ -190,6 +198,11 @@ def read_jobs(path: Path) -> list[Job]:
         ]
 
 
+def read_costs(path: Path) -> CostCurve:
+    """The costs that `jaxprefill tune --json` measured."""
+    return CostCurve(BucketCost(**cost) for cost in json.loads(path.read_text())["measured"])
+
+
 def synthetic_jobs(count: int, rate: float, seed: int) -> list[Job]:
     """Poisson arrivals; mostly short prompts, some long ones, as scoring and chat traffic has."""
     rng, now, jobs = random.Random(seed), 0.0, []
@@ -201,8 +214,10 @@ def synthetic_jobs(count: int, rate: float, seed: int) -> list[Job]:
 
 
 def ladder_of(name: str, *, slots: int, context: int) -> BucketLadder:
-    """A named ladder or a list of token counts."""
-    if name == "default":
+    """A named ladder, a list of token counts, or what `jaxprefill tune --json` wrote."""
+    if name.endswith(".json"):
+        buckets = tuple(json.loads(Path(name).read_text())["buckets"])
+    elif name == "default":
         buckets = GPU_BUCKETS
     elif name == "upstream":
         buckets = upstream_buckets(8192)
@@ -246,6 +261,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-tokens", default="512K")
     parser.add_argument("--floor-ms", type=float, default=5.0)
     parser.add_argument("--token-us", type=float, default=25.0)
+    parser.add_argument("--costs", type=Path, help="measured by `jaxprefill tune --json`")
     parser.add_argument("--no-prefix-cache", action="store_true")
     args = parser.parse_args()
     jobs = (
@@ -253,11 +269,12 @@ def main() -> None:
         if args.lengths
         else synthetic_jobs(args.synthetic, args.rate, args.seed)
     )
+    curve = read_costs(args.costs) if args.costs else None
     for name in args.buckets:
         result = replay(
             jobs,
             ladder_of(name, slots=args.slots, context=parse_count("context", args.context)),
-            Device(floor_s=args.floor_ms / 1e3, token_s=args.token_us / 1e6),
+            Device(floor_s=args.floor_ms / 1e3, token_s=args.token_us / 1e6, curve=curve),
             max_running=args.max_running,
             num_pages=parse_count("kv_cache_tokens", args.kv_cache_tokens) // PAGE_SIZE,
             shares=not args.no_prefix_cache,

@@ -339,6 +339,13 @@ def test_mistakes_are_told_before_anything_is_measured(command, argv):
     assert status == 2 and not out and "error: " in err
 
 
+def test_a_store_that_cannot_be_written_is_told_after_the_table(command, fake, tmp_path):
+    (tmp_path / "cache").write_text("no folder")
+    status, out, err = command("--write")
+    assert status == 1 and "--prefill-buckets" in out and "cannot be written" in err
+    assert "kept" not in err and "buckets 16," in planned(**OPTIONS)
+
+
 def test_an_empty_file_is_a_mistake(command, tmp_path):
     (tmp_path / "empty").write_text("")
     status, _, err = command(file=tmp_path / "empty")

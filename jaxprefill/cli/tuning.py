@@ -44,6 +44,10 @@ def tune(config: EngineConfig, goal: Goal, args: argparse.Namespace) -> int:
     found = _measure(checkpoint, plan, distribution, goal, is_quiet=args.quiet)
     rows = _compared(found, plan, distribution, goal)
     chosen = found.proposal.chosen
+    if args.json:
+        emit_json(_record(found, rows, distribution, goal, config.model))
+    else:
+        _show(found, rows, distribution, goal)
     if args.write:
         tuned = TunedLadder(
             buckets=chosen.buckets,
@@ -52,10 +56,6 @@ def tune(config: EngineConfig, goal: Goal, args: argparse.Namespace) -> int:
             budget=goal.budget,
         )
         keep(tuned, checkpoint.config, plan, user_results())
-    if args.json:
-        emit_json(_record(found, rows, distribution, goal, config.model))
-    else:
-        _show(found, rows, distribution, goal)
     if not args.quiet:
         _tell(found, distribution, goal, is_written=args.write)
     return 0 if found.proposal.is_within_budget else 1

@@ -179,8 +179,11 @@ class Store:
     # --- small results
 
     def has_result(self, kind: str, facts: Facts) -> bool:
-        """Whether anything was written for these facts, damaged or not."""
-        return self._result(kind, facts).exists()
+        """Whether anything was written for these facts, damaged or not, that can be seen."""
+        try:
+            return self._result(kind, facts).exists()
+        except OSError:  # a folder that this user may not enter
+            return False
 
     def read_result(self, kind: str, facts: Facts) -> Any:
         """What was written for these facts, or None; damage is a warning, and None too."""

@@ -1,4 +1,4 @@
 """Which ladder of buckets pays on this machine: measured costs, an exact choice, and its record.
 
-In reading order: costs, ladder, lengths, search, stored (host only), chosen, measure.
+In reading order: costs, ladder, lengths, search (host only), chosen, measure.
 """
