@@ -27,7 +27,7 @@ from jaxprefill.kernels.device import describe_device, free_memory_bytes
 from jaxprefill.loop import EngineLoop, Listener
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import ExecutableRecord
-from jaxprefill.readings import Reading, Readings
+from jaxprefill.readings import Reading, Readings, ScoredToken
 from jaxprefill.request import Completion, Request, SamplingParams
 from jaxprefill.startup import start
 from jaxprefill.tuning.chosen import choose_plan, user_results
@@ -113,6 +113,14 @@ class Engine:
             RequestError: a prompt is invalid; nothing was run.
         """
         return self._read(self._readings.logprobs(prompts))
+
+    def likeliest(self, prompts: Prompt | Sequence[Prompt]) -> list[list[ScoredToken | None]]:
+        """As `logprobs`, and of each token whether greedy decoding would have chosen it.
+
+        Raises:
+            RequestError: a prompt is invalid; nothing was run.
+        """
+        return self._read(self._readings.likeliest(prompts))
 
     def score(
         self,

@@ -5,7 +5,7 @@ Host only; an engine runs the prompts itself, a server has them run.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxprefill.admission import Admission, Prompt, Wants, naming_item
 from jaxprefill.arguments import as_prompts, is_list, joined_prompts, without_padding
@@ -25,6 +25,13 @@ from jaxprefill.reranking import RerankFormat
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class ScoredToken(NamedTuple):
+    """A token of a prompt: its logprob, and whether no other was likelier in its place."""
+
+    logprob: float
+    is_best: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +71,29 @@ class Readings:
             wants=Wants(prompt_logprobs=True),
             name="prompts",
             result=lambda found: [one.prompt_logprobs or [] for one in found],
+        )
+
+    def likeliest(self, prompts: Any) -> Reading[list[list[ScoredToken | None]]]:
+        """Every token of a prompt; the first is None."""
+
+        def result(found: Sequence[Completion]) -> list[list[ScoredToken | None]]:
+            return [
+                [
+                    None if logprob is None else ScoredToken(logprob, logprob >= max(top.values()))
+                    for logprob, top in zip(
+                        one.prompt_logprobs or [],
+                        (top or {} for top in one.prompt_top_logprobs or []),
+                        strict=True,
+                    )
+                ]
+                for one in found
+            ]
+
+        return Reading(
+            prompts=as_prompts(prompts),
+            wants=Wants(prompt_logprobs=True, prompt_top=1),
+            name="prompts",
+            result=result,
         )
 
     def score(

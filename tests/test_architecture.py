@@ -43,7 +43,7 @@ LAYERS = [
     ["tuning.measure", "inspection"],
     ["startup"],
     ["engine"],
-    ["remote"],
+    ["remote", "offline.lm_eval"],
     ["cli"],
     ["__main__"],
 ]
