@@ -69,6 +69,7 @@ class ShapeMeasurer:
         tree = model_tree(plan.model, plan.dtype, mesh)
         check_shapes(checkpoint, tree)
         self._plan = plan
+        self._known: dict[ShapeKey, tuple[Executable, Batch, int]] = {}
         self._on_compiled = on_compiled or _ignore
         self._on_measured = on_measured or _ignore
         self._assembly = Assembly(plan, tree, mesh, num_valid=checkpoint.tokenizer.vocab_size)
@@ -89,15 +90,23 @@ class ShapeMeasurer:
             on_done=self._on_compiled,
         )
         executables = self._assembly.prefill_executables(ladder, self._state, compiled)
-        batches = {bucket: full_batch(plan, bucket) for bucket in ladder.buckets}
         steps: dict[ShapeKey, Batch] = {}
-        for bucket, batch in batches.items():
+        for bucket in ladder.buckets:
+            batch = full_batch(plan, bucket)
             key = ladder.pick(bucket, batch.max_context)
             assert key is not None  # the batch is made to fit
             steps[key] = batch
+        middle = sorted(buckets)[len(buckets) // 2]
+        anchor = min(self._known, key=lambda key: abs(key.num_tokens - middle), default=None)
+        if anchor is not None:  # timed again, to tell how fast the machine is now
+            executable, steps[anchor], _ = self._known[anchor]
+            executables = {**executables, anchor: executable}
         times = time_steps(
             self._state, executables, steps, num_warm=_NUM_WARM_CALLS[plan.device.platform]
         )
+        if anchor is not None:
+            times = without_drift(times, anchor, self._known[anchor][2])
+        self._known |= {key: (executables[key], steps[key], time) for key, time in times.items()}
         records = [one.record for one in compiled.values()]
         costs = [
             _cost(key.num_tokens, nanoseconds, _records_of(key.num_tokens, records))
@@ -109,6 +118,7 @@ class ShapeMeasurer:
 
     def close(self) -> None:
         """Frees the device's arrays."""
+        self._known = {}
         self._state.delete()
 
 
@@ -137,6 +147,19 @@ def time_steps(
             jax.block_until_ready(state.hidden)
             taken[key].append(time.perf_counter_ns() - began)
     return {key: max(1, round(median(found))) for key, found in taken.items()}
+
+
+def without_drift(
+    times: Mapping[ShapeKey, int], anchor: ShapeKey, earlier: int
+) -> dict[ShapeKey, int]:
+    """The times of all but `anchor`, as they would have been when that took `earlier`.
+
+    A machine that other work slows down, or lets go, would otherwise favour what was measured in
+    the better hour.
+    """
+    return {
+        key: max(1, time * earlier // times[anchor]) for key, time in times.items() if key != anchor
+    }
 
 
 def full_batch(plan: EnginePlan, num_tokens: int) -> Batch:
