@@ -28,20 +28,31 @@ def json_grammar(schema: Any = None) -> str:
         RequestError: the schema is none, or asks for what grammars cannot say.
     """
     wanted: Any = _ANY_OBJECT if schema is None else schema
-    if not isinstance(wanted, (Mapping, bool)):
+    if isinstance(wanted, bool):  # JSON Schema's anything and nothing
+        wanted = {} if wanted else {"enum": []}
+    if not isinstance(wanted, Mapping):
         raise RequestError(
             f"response_format needs a JSON schema, an object, got {wanted!r:.80}",
             param="response_format",
         )
-    return _checked_grammar(json.dumps(wanted))
+    try:
+        return _checked_grammar(json.dumps(wanted))
+    except RecursionError:
+        raise RequestError(
+            "response_format must hold a JSON schema that is nested less deeply",
+            param="response_format",
+        ) from None
 
 
 @lru_cache(maxsize=_MAX_KNOWN)
 def _checked_grammar(schema: str) -> str:
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(
-        schema, overrides={"whitespace_flexible": False}
-    )
-    fault = llguidance.LLMatcher.validate_grammar(grammar)
+    try:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_flexible": False}
+        )
+        fault = llguidance.LLMatcher.validate_grammar(grammar)
+    except ValueError as error:
+        grammar, fault = "", str(error)
     if fault:
         raise RequestError(
             f"response_format must hold a JSON schema that can be followed, but {fault:.300}",

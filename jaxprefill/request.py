@@ -12,6 +12,7 @@ from jaxprefill.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+_MAX_INTEGER = 2**63 - 1  # what a message to another process can hold
 FinishReason = Literal["stop", "length", "abort", "error"]
 Vector = NDArray[np.float32]
 
@@ -190,14 +191,14 @@ def _plain_number(value: Any) -> Any:
 
 
 def _wrong(param: str, rule: str, value: Any) -> RequestError:
-    return RequestError(f"{param} must be {rule}, got {value!r}", param=param)
+    shown = value if isinstance(value, (int, float)) else f"{value!r:.200}"
+    return RequestError(f"{param} must be {rule}, got {shown}", param=param.partition("[")[0])
 
 
 def _check_int(param: str, value: Any, low: int, high: int | None) -> None:
-    rule = f"an integer, {low} to {high}" if high is not None else f"an integer of at least {low}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise _wrong(param, rule, value)
-    if high is not None and value > high:
+    rule = f"an integer, {low} to {_MAX_INTEGER if high is None else high}"
+    is_within = isinstance(value, int) and low <= value <= (_MAX_INTEGER if high is None else high)
+    if isinstance(value, bool) or not is_within:
         raise _wrong(param, rule, value)
 
 

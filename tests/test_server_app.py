@@ -61,6 +61,8 @@ def test_only_json_is_taken():
     http = Http()
     reply = http.post(PATH, b"prompt=a", headers={"content-type": "text/plain"})
     assert reply.status_code == 415
+    packed = http.post(PATH, BODY, headers={"content-encoding": "gzip"})
+    assert packed.status_code == 415 and "Content-Encoding" in packed.json()["error"]["message"]
     assert http.post(PATH, BODY, headers={"content-type": "application/json; charset=utf-8"}).json()
 
 

@@ -146,6 +146,13 @@ def test_a_response_format_becomes_a_grammar_of_the_request(http):
     assert http.engine.requests[-1].grammar is None
 
 
+def nested(depth: int) -> dict:
+    schema: dict = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -153,6 +160,8 @@ def test_a_response_format_becomes_a_grammar_of_the_request(http):
         {"type": "json_schema"},
         {"type": "json_schema", "json_schema": {"schema": "no"}},
         {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
+        {"type": "json_schema", "json_schema": {"schema": False}},
+        {"type": "json_schema", "json_schema": {"schema": nested(300)}},
         {},
     ],
 )

@@ -44,6 +44,10 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
         ApiError: 413 or 415.
         ClientDisconnect: the client went away.
     """
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        message = f"Content-Encoding must be left out: bodies are taken plain, got {coding!r:.80}"
+        raise ApiError(415, message, code="unsupported_media_type")
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         message = f"Content-Type must be application/json, got {kind!r:.80}"
@@ -138,7 +142,7 @@ def _explained(message: str, data: dict[str, Any]) -> RequestError:
     kinds = [kind for kind in found["kinds"].split(" | ") if kind != "null"]
     rule = " or ".join(_RULES.get(kind, kind) for kind in kinds)
     if value is data or isinstance(value, dict):
-        rule = f"an object of {rule}s" if "object" not in kinds else rule
+        rule = f"an object of {rule.partition(' ')[2]}s" if "object" not in kinds else rule
     error = wrong(where, rule, value)
     error.param = names[0] if names else None
     return error

@@ -83,7 +83,7 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
         return None
     found: dict[int, float] = {}
     for token, value in given.items():
-        if not token.isascii() or not token.isdigit():
+        if not token.isascii() or not token.isdigit() or len(token) > 20:
             raise wrong("logit_bias", "an object whose keys are token ids", token)
         found[int(token)] = value
     return found
