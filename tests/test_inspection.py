@@ -407,9 +407,9 @@ def test_the_page_holds_everything_and_asks_for_nothing(cli, tmp_path):
     assert status == 2 and "cannot be written" in err
 
 
-def test_a_store_is_read_without_its_payloads(source, tmp_path):
-    store = Store(tmp_path / "store", is_trusted=True)
-    for name in ("clean 8x1x16", "while"):
+def store_of(source, folder, *names, without=()):
+    store = Store(folder, is_trusted=True)
+    for name in names:
         entry = StoredExecutable(
             name=name,
             facts={"platform": "gpu", "device_kind": "NVIDIA H200"},
@@ -419,8 +419,12 @@ def test_a_store_is_read_without_its_payloads(source, tmp_path):
             record=source.compiled(name).record.as_dict(),
             payload=StoredFile(name="none", sha256="", num_bytes=0),
         )
-        texts = {"hlo": source.open(name).text("hlo")} if name != "while" else {}
+        texts = {} if name in without else {"hlo": source.open(name).text("hlo")}
         store.write(entry, b"payload", texts)
+
+
+def test_a_store_is_read_without_its_payloads(source, tmp_path):
+    store_of(source, tmp_path / "store", "clean 8x1x16", "while", without=("while",))
     found = StoreSource(tmp_path / "store", find_chip=distant_chip, is_trusted=True)
     summary = summarise(analyse(found.open("clean 8x1x16")))
     assert summary.flops == 2 * 2 * ROWS * WIDTH * MLP and summary.floor_s > 0
@@ -451,3 +455,13 @@ def test_an_engine_tells_its_programs(engine):
     assert parse_module(engine.program_text(name)).name.startswith("jit_")
     with pytest.raises(RequestError, match="executable must be"):
         engine.program_text("none")
+
+
+def test_folders_are_compared_name_by_name(source, tmp_path, capsys):
+    for folder, name in (("one", "clean 8x1x16"), ("same", "clean 8x1x16"), ("other", "while")):
+        store_of(source, tmp_path / folder, name)
+    paths = {name: str(tmp_path / name) for name in ("one", "same", "other")}
+    flags = ("--trust-executables", "-q")
+    assert main(["inspect", "diff", paths["one"], paths["same"], *flags]) == 0
+    assert main(["inspect", "diff", f"{paths['one']}#clean", paths["other"], *flags]) == 1
+    assert "while" in capsys.readouterr().out

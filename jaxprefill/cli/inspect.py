@@ -53,7 +53,7 @@ def _add_source_flags(parser: argparse.ArgumentParser) -> None:
         "what is inspected", "By default a model, whose executables are compiled for it."
     )
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--store", metavar="DIR", help="a folder of executables")
+    one.add_argument("--store", dest="folder", metavar="DIR", help="a folder of executables")
     one.add_argument("--url", help="a running server, as http://127.0.0.1:8000")
     group.add_argument("--api-key", metavar="KEY", help="of the server, where it asks for one")
     group.add_argument(

@@ -45,8 +45,8 @@ def open_source(args: argparse.Namespace) -> Source:
     """The store, the server or the model that the flags name."""
     if args.url is not None:
         return ServerSource(args.url, find_chip=distant_chip, api_key=args.api_key)
-    if args.store is not None:
-        return StoreSource(args.store, find_chip=distant_chip, is_trusted=args.trust_executables)
+    if args.folder is not None:
+        return StoreSource(args.folder, find_chip=distant_chip, is_trusted=args.trust_executables)
     return ModelSource(engine_config_of(args))
 
 
@@ -189,7 +189,9 @@ def _side(args: argparse.Namespace, given: str) -> tuple[Source, list[str]]:
         source = open_source(args)
         return source, [select_one(source.names, given)]
     place, _, key = given.partition("#")
-    given_args = {"url": place, "store": None} if _is_url(place) else {"store": place, "url": None}
+    given_args = (
+        {"url": place, "folder": None} if _is_url(place) else {"folder": place, "url": None}
+    )
     source = open_source(argparse.Namespace(**(vars(args) | given_args)))
     return source, [select_one(source.names, key)] if key else list(source.names)
 
