@@ -65,12 +65,18 @@ class GraphLog:
         )
 
     def of_module(self, name: str) -> ModuleGraphs:
-        """What the executable runs that XLA calls `jit_{name}`."""
+        """What the executable runs that XLA calls `jit_{name}`: the last compiled of that name."""
         inside, outside = 0, collections.Counter[str]()
-        for path in self._folder.glob(f"*.jit_{name}.*{_DUMP}"):
+        for path in sorted(self._folder.glob(f"*.jit_{name}.*{_DUMP}"), key=_module_number)[-1:]:
             for indent, kind in _THUNK.findall(path.read_text(errors="replace")):
                 if indent:
                     inside += 1
                 else:
                     outside[kind] += 1
         return ModuleGraphs(outside.pop("kCommandBuffer", 0), inside, dict(outside))
+
+
+def _module_number(path: Path) -> int:
+    """XLA counts the modules of a process in the names of its dumps."""
+    found = re.match(r"module_(\d+)", path.name)
+    return int(found[1]) if found else -1

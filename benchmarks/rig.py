@@ -205,6 +205,7 @@ def _head_job(rig: Rig, rows: int) -> CompileJob:
         arguments=arguments,
         donated=(2,),
         is_graph=False,
+        read_back=() if pinned() is None else (1,),
     )
 
 

@@ -57,6 +57,7 @@ class Assembly:
                 self.shapes,
                 sample_rows=plan.sample_rows,
                 score_rows=plan.score_rows,
+                is_pinned=self._is_staged and self.mesh.size == 1,
             )
         jobs += pooling_jobs(self.shapes, kind=plan.model.pooling.kind, num_rows=plan.pool_rows)
         return [job.over(self.mesh) for job in jobs]

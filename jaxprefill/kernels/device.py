@@ -16,6 +16,7 @@ from jaxtyping import Array, Shaped
 NARROW_ROWS = 512
 _SPIN_S = 0.02
 _CPU_INFO = Path("/proc/cpuinfo")
+_POLLS = 32  # between two chances for other threads, some 50 us (H200, 30 tokens: 4.85 -> 4.78 ms)
 # Up to so many rows a CPU multiplies `weight @ rows.T` in less time than `rows @ weight.T` in
 # float32 (Eigen's packing; SmolLM2's products at 2, 8, 32, 64, 128 rows: 0.4, 0.5, 0.7, 0.9, 1.0).
 WEIGHT_FIRST_ROWS = 64
@@ -156,7 +157,7 @@ def spin_until_ready(array: Shaped[Array, "..."]) -> None:
     until = time.perf_counter() + _SPIN_S
     # jax.Array's type leaves `is_ready` out.
     is_ready: Callable[[], bool] = array.is_ready  # pyright: ignore[reportAttributeAccessIssue]
-    while not is_ready() and time.perf_counter() < until:
+    while not any(is_ready() for _ in range(_POLLS)) and time.perf_counter() < until:
         time.sleep(0)  # lets other threads of the process run
 
 

@@ -16,7 +16,7 @@ from jaxprefill.kernels.attention import AttentionBackend
 from jaxprefill.kernels.attention.cases import AttentionCase, make_inputs
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import gemm, xla
-from jaxprefill.kernels.decoder_layer.api import LayerStream, norm_scale
+from jaxprefill.kernels.decoder_layer.api import LayerStream
 from jaxprefill.kernels.decoder_layer.select import choose_tiles
 
 _LIMITS = {"float32": 1e-4, "bfloat16": 1e-2}  # of the error's norm over the result's
@@ -91,13 +91,13 @@ def _products(
     squares = jnp.square(x.astype(jnp.float32)).sum(1, keepdims=True)
     stream = LayerStream(x.astype(jnp.float32), x, squares, counters)
     own = LayerStream(hidden, hidden.astype(dtype), squares, counters)
-    layer, scale = jnp.int32(0), norm_scale(stream, _EPS)
+    layer = jnp.int32(0)
     yield (
         "plain",
         lambda: gemm.project(stream, weight, None, tiles=tiles, norm_eps=_EPS, interpret=interpret)[
             0
         ],
-        lambda: xla.project(stream, weight, None, norm_eps=_EPS)[0] * scale,
+        lambda: xla.project(stream, weight, None, norm_eps=_EPS)[0],
     )
     yield (
         "gated",

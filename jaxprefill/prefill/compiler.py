@@ -60,6 +60,7 @@ class CompileJob:
         is_graph: on a GPU, captured as one CUDA graph; all its operands and results keep their
             addresses from call to call.
         pinned: arguments that lie in pinned host memory; moved to the device before all else.
+        read_back: results that are left in pinned host memory, where the host reads them.
         out_specs: how each output lies on the mesh, where there is more than one device.
     """
 
@@ -70,6 +71,7 @@ class CompileJob:
     cost: int = 0
     is_graph: bool = True
     pinned: tuple[int, ...] = ()
+    read_back: tuple[int, ...] = ()
     out_specs: Any = EVERYWHERE
 
     @property
@@ -144,7 +146,13 @@ def _named(job: CompileJob) -> Callable[..., Any]:
         moved = {
             index: jax.device_put(arguments[index], jax.memory.Space.Device) for index in job.pinned
         }
-        return job.function(*(moved.get(index, x) for index, x in enumerate(arguments)))
+        results = job.function(*(moved.get(index, x) for index, x in enumerate(arguments)))
+        if not job.read_back:
+            return results
+        return tuple(
+            jax.device_put(x, jax.memory.Space.Host) if index in job.read_back else x
+            for index, x in enumerate(results)
+        )
 
     call.__name__ = job.module_name
     return call

@@ -44,8 +44,11 @@ from jaxprefill.kernels.attention.rotation import norm_and_rotate
 from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, tile_capacity
 
 _MASKED = -1e30
+# Running maxima start above what masks a key: where none is visible yet, weights are zero.
+_LOWEST, _LEAST_SUM = -1e20, 1e-30
 _LOG2_E = 1.4426950408889634
 _MIN_DOT = 16  # smallest side of a Triton dot
+_MAX_BLOCK_BYTES = 32768  # of keys: three blocks of keys and values fit in shared memory
 _MAX_PAGE_SIZE = 128
 _WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 _MAX_SPLITS = 16
@@ -181,7 +184,7 @@ def make_attend(
     """Attention of one compiled shape; `interpret` runs it on any device, slowly."""
 
     def write_and_attend(q, k, v, pool, batch, first_page):  # pyright: ignore
-        sizes = _sizes(shape, spec, q.shape, pool.shape, interpret=interpret)
+        sizes = _sizes(shape, spec, q.shape, pool, interpret=interpret)
         out, pool, _ = _attend(sizes, _Separate(q, k, v), pool, batch, first_page, None)
         return out, pool
 
@@ -201,7 +204,7 @@ def make_attend_to_projection(
     def write_and_attend(qkv, rotary, qk_norms, pool, batch, first_page, arrivals, squares):  # pyright: ignore
         kv_heads = pool.shape[1]
         q_shape = (len(qkv), qkv.shape[1] - 2 * kv_heads, qkv.shape[2])
-        sizes = _sizes(shape, spec, q_shape, pool.shape, interpret=interpret)
+        sizes = _sizes(shape, spec, q_shape, pool, interpret=interpret)
         rows = norm_and_rotate(
             qkv,
             rotary,
@@ -227,11 +230,13 @@ def _sizes(
     shape: TileShape,
     spec: AttentionSpec,
     q_shape: tuple[int, ...],
-    pool_shape: tuple[int, ...],
+    pool: Array,
     *,
     interpret: bool,
 ) -> _Sizes:
-    kv_heads, _, page_size, dim = pool_shape[1:]
+    kv_heads, _, page_size, dim = pool.shape[1:]
+    most = max(_MAX_BLOCK_BYTES // (dim * pool.dtype.itemsize), _MIN_DOT)
+    shape = shape._replace(block_k=min(shape.block_k, most))
     return _Sizes(
         tile_q=shape.tile_q,
         block_k=shape.block_k,
@@ -411,7 +416,7 @@ def _attend_tile(
     at, heads = tile.first + token, head * sizes.group + in_group
     queries = refs.new.queries(at, heads, sizes).astype(refs.pool.dtype)
     zeros = jnp.zeros((sizes.num_rows,), jnp.float32)
-    carry = (zeros + _MASKED, zeros, jnp.zeros((sizes.num_rows, sizes.dim), jnp.float32))
+    carry = (zeros + _LOWEST, zeros, jnp.zeros((sizes.num_rows, sizes.dim), jnp.float32))
 
     def in_window(key, distance):  # pyright: ignore
         """Whether a query sees `key`; `distance` from the tile's keys to its queries."""
@@ -419,13 +424,16 @@ def _attend_tile(
             return None
         return key[None] > (token + distance)[:, None] - sizes.window
 
-    # This split's cached keys: all visible, but for the end of the last block and the window.
-    def cached(block, carry):  # pyright: ignore
+    # This split's cached keys: all visible but the last block's end; rows are read a block ahead.
+    def cached(block, carry, *, is_whole):  # pyright: ignore
+        known, rows = carry[:3], carry[3]
+        keys, values = refs.pool_in[0, head, rows, :], refs.pool_in[1, head, rows, :]
+        rows = _cached_rows(refs, tile, block + 1, sizes)
         key = block * block_k + _iota(block_k)
-        keys, values = _load_cached(refs, tile, head, key, sizes)
-        visible = jnp.broadcast_to((key < tile.prefix)[None], (sizes.num_rows, block_k))
-        visible = _both(visible, in_window(key, tile.prefix))
-        return _online_softmax(queries, keys, values, carry, scale=sizes.scale, visible=visible)
+        end = jnp.broadcast_to((key < tile.prefix)[None], (sizes.num_rows, block_k))
+        visible = _both(in_window(key, tile.prefix), None if is_whole else end)
+        known = _online_softmax(queries, keys, values, known, scale=sizes.scale, visible=visible)
+        return *known, rows
 
     # New keys, in the first split: causal on the diagonal, all visible in the blocks before it.
     def new(block, carry, *, is_causal):  # pyright: ignore
@@ -439,7 +447,10 @@ def _attend_tile(
 
     first = tile.first_block + split * tile.split_blocks
     last = jnp.minimum(first + tile.split_blocks, pl.cdiv(tile.prefix, block_k))
-    carry = lax.fori_loop(first, last, cached, carry)
+    whole = jnp.maximum(first, jnp.minimum(last, tile.prefix // block_k))
+    carry = (*carry, _cached_rows(refs, tile, first, sizes))
+    carry = lax.fori_loop(first, whole, functools.partial(cached, is_whole=True), carry)
+    carry = lax.fori_loop(whole, last, functools.partial(cached, is_whole=False), carry)[:-1]
     is_first = (split == 0).astype(jnp.int32)
     oldest = 0 if sizes.window is None else _oldest_new(tile, sizes.window) // block_k
     diagonal, last = is_first * (tile.start // block_k), is_first * pl.cdiv(tile.end, block_k)
@@ -448,6 +459,7 @@ def _attend_tile(
 
     # The result, or this split's part of it.
     top, total, acc = carry
+    total = jnp.maximum(total, _LEAST_SUM)
     acc = acc / total[:, None]
     if sizes.num_splits == 1:
         refs.out[at, heads, :] = acc.astype(refs.out.dtype)
@@ -460,7 +472,7 @@ def _attend_tile(
     @pl.when(tile.num_splits > 1)
     def _() -> None:
         refs.parts[split, at, heads, :] = acc
-        refs.weights[split, at, heads] = top + jnp.log2(total)
+        refs.weights[split, at, heads] = top * sizes.scale + jnp.log2(total)
         if refs.arrivals is not None:
             _merge_if_last(refs, tile, head, at, heads, sizes)
 
@@ -523,13 +535,12 @@ def _merge_kernel(
             out[at, head, :] = _merge(parts, weights, tile, at, head).astype(out.dtype)
 
 
-def _load_cached(
-    refs: _Refs, tile: _Tile, head: Int32[Array, ""], key: Int32[Array, " k"], sizes: _Sizes
-) -> tuple[Shaped[Array, "k D"], Shaped[Array, "k D"]]:
-    key = jnp.minimum(key, tile.prefix - 1)
+def _cached_rows(refs: _Refs, tile: _Tile, block: Any, sizes: _Sizes) -> Int32[Array, " k"]:
+    """Pool rows of a block of cached keys; past the end that of the last one."""
+    last = jnp.maximum(tile.prefix - 1, 0)  # read, not used, where no key is cached
+    key = jnp.minimum(block * sizes.block_k + _iota(sizes.block_k), last)
     page = refs.batch.page_table[tile.slot, key // sizes.page_size] + refs.first_page[0]
-    row = page * sizes.page_size + key % sizes.page_size
-    return refs.pool_in[0, head, row, :], refs.pool_in[1, head, row, :]
+    return page * sizes.page_size + key % sizes.page_size
 
 
 def _oldest_new(tile: _Tile, window: int) -> Int32[Array, ""]:
@@ -552,13 +563,14 @@ def _online_softmax(
     scale: float,
     visible: Bool[Array, "rows k"] | None,
 ) -> Carry:
-    """One block of keys folded into running (max, sum, weighted values); base-2 exponents."""
+    """One block of keys folded into running (max before the scale, sum, weighted values)."""
     top, total, acc = carry
-    scores = _dot(queries, keys, trans_b=True) * scale
+    scores = _dot(queries, keys, trans_b=True)
     if visible is not None:
         scores = jnp.where(visible, scores, _MASKED)
     new_top = jnp.maximum(top, scores.max(1))
-    weights, rescale = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
+    weights = jnp.exp2(scores * scale - (new_top * scale)[:, None])
+    rescale = jnp.exp2((top - new_top) * scale)
     acc = acc * rescale[:, None] + _dot(weights.astype(values.dtype), values)
     return new_top, total * rescale + weights.sum(1), acc
 
