@@ -147,10 +147,7 @@ def head_jobs(
     score_rows: tuple[int, ...],
     is_pinned: bool = False,
 ) -> list[CompileJob]:
-    """Every head executable; `is_pinned` leaves chosen tokens in pinned host memory.
-
-    (One H200: a small result is on the host 0.2 ms earlier than by a copy of its own.)
-    """
+    """Every head executable; `is_pinned` leaves chosen tokens in pinned host memory."""
     base, vocab = (state.head, state.hidden, state.last_tokens), state.bias.shape[1]
 
     def words(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
