@@ -4,13 +4,14 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.profiler import ProfileData
+from jax.profiler import ProfileData, ProfilePlane
 
 from jaxprefill.errors import InspectionError
 from jaxprefill.inspection.trace import Event, Trace, summarise_trace
@@ -80,17 +81,24 @@ class Calls:
 def read_events(files: Sequence[Path]) -> list[Event]:
     """Kernels of devices; of a CPU, operations of XLA's threads."""
     found: list[Event] = []
-    for path in files:
-        for plane in ProfileData.from_file(str(path)).planes:
-            is_device = plane.name.startswith("/device:")
-            for line in plane.lines:
-                for event in line.events:
-                    stats = dict(event.stats) if not is_device else {}
-                    is_whole = _CONTAINER.match(event.name) is not None
-                    if is_device or ("hlo_op" in stats and not is_whole):
-                        begin = float(event.start_ns)
-                        found.append(Event(event.name, begin, begin + float(event.duration_ns)))
+    with warnings.catch_warnings():
+        # Python 3.12 warns of the type of `stats`; where warnings are errors, jaxlib aborts.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for path in files:
+            for plane in ProfileData.from_file(str(path)).planes:
+                found += _events_of(plane)
     return found
+
+
+def _events_of(plane: ProfilePlane) -> Iterator[Event]:
+    is_device = plane.name.startswith("/device:")
+    for line in plane.lines:
+        for event in line.events:
+            stats = dict(event.stats) if not is_device else {}
+            is_whole = _CONTAINER.match(event.name) is not None
+            if is_device or ("hlo_op" in stats and not is_whole):
+                begin = float(event.start_ns)
+                yield Event(event.name, begin, begin + float(event.duration_ns))
 
 
 def _operand(shape: Any, numbers: np.ndarray) -> Any:
