@@ -14,7 +14,7 @@ from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState, StateShapes
 from jaxprefill.kernels.attention import pool_dtype
-from jaxprefill.models.sharding import place, replicated
+from jaxprefill.models.sharding import place, replicated, specs_of
 from jaxprefill.models.tree import Leaves, ModelTree
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
@@ -30,6 +30,8 @@ from jaxprefill.sampling.pooling import PoolingRunner, pooling_jobs
 from jaxprefill.sampling.runner import HeadRunner
 from jaxprefill.sampling.vocabulary import VocabularySplit
 from jaxprefill.step import Heads
+
+_ZEROS = "zeros"
 
 
 class Assembly:
@@ -59,6 +61,7 @@ class Assembly:
                 score_rows=plan.score_rows,
                 is_pinned=self._is_staged and self.mesh.size == 1,
             )
+        jobs.append(self._zeros_job())
         jobs += pooling_jobs(self.shapes, kind=plan.model.pooling.kind, num_rows=plan.pool_rows)
         return [job.over(self.mesh) for job in jobs]
 
@@ -80,21 +83,21 @@ class Assembly:
             case "eager":
                 return {}
 
-    def allocate(self, leaves: Leaves) -> DeviceState:
-        """The device's arrays: weights as loaded, the rest zero."""
-
-        def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
-
-        shapes = self.shapes
+    def allocate(
+        self, leaves: Leaves, compiled: dict[str, Compiled] | None = None
+    ) -> DeviceState:
+        """The device's arrays: weights as loaded, the rest zero, by an executable of `jobs`."""
+        job = self._zeros_job().over(self.mesh)
+        zeros = jax.jit(job.function) if compiled is None else compiled[job.name].call
+        pools, hidden, last_tokens, history, bias = zeros()
         return DeviceState(
             leaves=leaves,
             head=self.tree.head(leaves),
-            pools=tuple(map(zeros, shapes.pools)),
-            hidden=zeros(shapes.hidden),
-            last_tokens=zeros(shapes.last_tokens),
-            history=zeros(shapes.history),
-            bias=zeros(shapes.bias),
+            pools=pools,
+            hidden=hidden,
+            last_tokens=last_tokens,
+            history=history,
+            bias=bias,
             classifier=self.tree.classifier(leaves),
             small_blocks=reserve_small_blocks(replicated(self.mesh)) if self._is_staged else (),
         )
@@ -149,6 +152,20 @@ class Assembly:
         if self.plan.config.prefill_backend == "layerwise":
             jobs += self._layerwise_jobs("layerwise", ladder)
         return jobs
+
+    def _zeros_job(self) -> CompileJob:
+        """What makes the arrays of a `DeviceState`; plain jax would compile one for each shape."""
+        shapes = self.shapes
+        whole = (shapes.hidden, shapes.last_tokens, shapes.history, shapes.bias)
+        own = (tuple(map(_shard, shapes.pools)), *map(_shard, whole))
+
+        def zeros() -> Any:
+            return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), own)
+
+        specs = (specs_of(shapes.pools), *specs_of(whole))
+        return CompileJob(
+            name=_ZEROS, function=zeros, arguments=(), is_graph=False, out_specs=specs
+        )
 
     def _job(self, name: str, body: Body) -> CompileJob:
         return PrefillExecutable.job(name, body, self.shapes, self._pinned())
@@ -219,3 +236,10 @@ class Assembly:
             bias=shape(rows, vocab, dtype=np.float32),
             classifier=self.tree.classifier(self.tree.shapes),
         )
+
+
+def _shard(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """One device's part of an array."""
+    sharding = shape.sharding
+    size = shape.shape if sharding is None else sharding.shard_shape(shape.shape)
+    return jax.ShapeDtypeStruct(size, shape.dtype)

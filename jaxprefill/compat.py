@@ -1,12 +1,71 @@
 """The one place that touches jax's global config, and that may tell jax versions apart."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import platformdirs
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters import partial_eval
+from jaxlib.xla_client import DeviceList
 
 from jaxprefill.errors import ConfigError
+
+
+@runtime_checkable
+class PjrtExecutable(Protocol):
+    """What is used of PJRT's executables, which jax gives no public name."""
+
+    client: Any
+
+    def serialize(self) -> bytes:
+        """PJRT's own bytes."""
+        ...
+
+    def execute_sharded(self, arguments: Sequence[Any], /) -> Any:
+        """Launches it on the operands that the program takes."""
+        ...
+
+    def hlo_modules(self) -> list[Any]:
+        """The optimised program."""
+        ...
+
+    def get_parameter_layouts(self) -> list[Any]:
+        """One for each operand."""
+        ...
+
+
+def load_executable(payload: bytes, devices: Sequence[Any]) -> PjrtExecutable:
+    """The executable that PJRT wrote, on these devices of jax. It is native code: trust its source.
+
+    Raises:
+        Exception: XLA's own, where it cannot read it.
+    """
+    client = devices[0].client
+    return client.deserialize_executable(payload, DeviceList(tuple(devices)), None)
+
+
+def read_arguments(program: ClosedJaxpr) -> tuple[int, ...]:
+    """Positions of the arguments that jit leaves in the program: those that a result depends on."""
+    jaxpr = program.jaxpr
+    _, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return tuple(index for index, one in enumerate(is_read) if one)
+
+
+# Parts of names of jax's settings that change no program.
+_IDLE = (
+    *("cache", "log", "dump", "traceback", "timeout", "platform", "visible", "cross_host", "pgle"),
+    *("transfer_guard", "pprint", "num_cpu_devices", "garbage", "explain", "default_device"),
+    *("coordinat", "source", "debug_info", "preemption", "compilation"),
+)
+
+
+def program_settings() -> dict[str, str]:
+    """The settings of jax on which the programs that it makes may depend."""
+    found: dict[str, Any] = jax.config.values
+    names = sorted(name for name in found if not any(part in name for part in _IDLE))
+    return {name: str(found[name]) for name in names}
 
 
 def use_compilation_cache(folder: str) -> None:

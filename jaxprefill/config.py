@@ -243,8 +243,15 @@ class EngineConfig:
     prefix_cache: bool = option(
         True, "keep the KV of prompts and answers for requests that begin alike"
     )
+    executables: str | None = option(
+        None, "load executables from this folder, which jaxprefill compile wrote", "DIR"
+    )
+    store: bool = option(True, "keep executables in the user's cache, and load them from there")
+    trust_executables: bool = option(
+        False, "load executables even from folders that others can write: they can run code"
+    )
     compile_cache: str = option(
-        "auto", "folder of JAX's persistent compilation cache; auto: user cache; off", "DIR"
+        "off", "folder of JAX's own compilation cache, beside the store; auto: user cache", "DIR"
     )
     seed: int | None = option(None, "seed of requests that bring none (default: random)", "SEED")
 

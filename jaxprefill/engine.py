@@ -251,6 +251,10 @@ class Engine:
             )
         return program_text(programs[executable].call)
 
+    def describe_executables(self) -> str:
+        """One line: how many were loaded, how many compiled, and what was wrong with stores."""
+        return self._started.describe_executables()
+
     def start_profile(self, folder: str) -> None:
         """Records what runs, for xprof or TensorBoard, until `stop_profile`."""
         jax.profiler.start_trace(folder)
@@ -308,7 +312,8 @@ class Engine:
         the caller's own, count), num_running and num_waiting (requests),
         kv_pages (free ones may be cached), memory (bytes on each device), mesh (devices by axis,
         processes), device (platform, kind), ladder (the shapes that are built), startup_s,
-        compiled (records).
+        lowered_at_start and compiled_at_start (of the whole process), compiled (records), faults
+        (of stores).
         """
         core, counters = self._core, self._core.counters
         records = self._started.records
@@ -343,6 +348,9 @@ class Engine:
             },
             "ladder": self.plan.ladder_table(),
             "startup_s": self._started.seconds,
+            "lowered_at_start": self._started.num_lowered,
+            "compiled_at_start": self._started.num_compiled,
+            "faults": self._started.faults,
             "compiled": [record.as_dict() for record in records],
         }
 
@@ -382,9 +390,10 @@ class Engine:
 
 def _log_compiled(record: ExecutableRecord, total: int) -> None:
     logger.info(
-        "compiled %s in %.1f s (temp %d bytes), one of %d",
+        "%s %s in %.1f s (temp %d bytes), one of %d",
+        "compiled" if record.load_s is None else "loaded",
         record.name,
-        record.compile_s,
+        record.seconds,
         record.temp_bytes,
         total,
     )

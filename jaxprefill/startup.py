@@ -5,40 +5,63 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 
 from jaxprefill.assembly import Assembly
 from jaxprefill.compat import use_compilation_cache
 from jaxprefill.core import EngineCore
+from jaxprefill.fingerprint import engine_facts
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.self_check import check_attention, check_products
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import (
+    AUTOTUNE,
     CPU_OPTIONS,
     GPU_OPTIONS,
+    CompilationCounter,
     Compiled,
+    CompileJob,
     ExecutableRecord,
     compile_all,
 )
 from jaxprefill.prefill.fused import uses_fused_layers
+from jaxprefill.prefill.library import Library, open_library
 from jaxprefill.processes import check_agreement
 from jaxprefill.weights.checkpoint import Checkpoint
 from jaxprefill.weights.load import check_names, check_shapes, load_leaves
 
 OnCompiled = Callable[[ExecutableRecord, int], None]
+_CHECK = "kernel_check"
 
 
 @dataclass
 class Started:
-    """A running engine core and what its start-up found."""
+    """A running engine core and what its start-up found.
+
+    Attributes:
+        faults: what was wrong with stores, for people.
+        num_lowered, num_compiled: by the whole process while this engine started.
+    """
 
     core: EngineCore
     records: list[ExecutableRecord] = field(default_factory=list[ExecutableRecord])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     programs: dict[str, Compiled] = field(default_factory=dict[str, Compiled])
+    faults: list[str] = field(default_factory=list[str])
+    num_lowered: int = 0
+    num_compiled: int = 0
+
+    def describe_executables(self) -> str:
+        """How many were loaded, how many compiled, in how many seconds, and what was wrong."""
+        num_loaded = sum(record.load_s is not None for record in self.records)
+        counts = {"loaded": num_loaded, "compiled": len(self.records) - num_loaded}
+        told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        faults = "".join(f"; {fault}" for fault in self.faults)
+        return f"executables: {told} in {self.seconds['compile']:.1f} s{faults}"
 
 
 def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) -> Started:
@@ -50,33 +73,21 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         on_compiled: called after each executable, with its record and the number of all.
 
     Raises:
-        ConfigError: processes that run one engine do not agree on it.
+        ConfigError: processes that run one engine do not agree on it; no folder `executables`.
         CompileError: an executable could not be compiled.
         CheckpointError: the weights do not fit the architecture.
         KernelError: a kernel computes wrong numbers on this device.
     """
-    began = time.perf_counter()
+    began, counter = time.perf_counter(), CompilationCounter()
     check_agreement(_identity(plan))
-    check_names(checkpoint)  # at once, as shapes below: reading ends after the compilations
-    if plan.config.compile_cache != "off":
-        use_compilation_cache(plan.config.compile_cache)
-    if plan.device.platform == "gpu":
-        check_kernels(plan)
-    mesh = make_mesh(plan.config.tensor_parallel_size)
-    tree = model_tree(plan.model, plan.dtype, mesh)
-    check_shapes(checkpoint, tree)
-    assembly = Assembly(plan, tree, mesh, num_valid=checkpoint.tokenizer.vocab_size)
-    jobs = assembly.jobs()
+    assembly = prepare(checkpoint, plan)
+    facts = engine_facts(plan, num_valid=assembly.num_valid)
+    library = _open_library(plan, facts)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as loader:
-        loading = loader.submit(load_leaves, checkpoint, tree)
-        compiled = compile_all(
-            jobs,
-            options=CPU_OPTIONS if plan.device.platform == "cpu" else GPU_OPTIONS,
-            num_threads=os.cpu_count() or 1,
-            on_done=lambda record: on_compiled(record, len(jobs)),
-        )
+        loading = loader.submit(load_leaves, checkpoint, assembly.tree)
+        compiled = obtain(assembly, library, assembly.jobs(), on_compiled=on_compiled)
         compiled_at = time.perf_counter()
-        state = assembly.allocate(loading.result())
+        state = assembly.allocate(loading.result(), compiled)
     core = assembly.assemble(state, compiled)
     loaded_at = time.perf_counter()
     warm_up(core, plan)
@@ -87,7 +98,75 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         "warm_up": time.perf_counter() - loaded_at,
         "total": time.perf_counter() - began,
     }
-    return Started(core, [entry.record for entry in compiled.values()], seconds, compiled)
+    return Started(
+        core,
+        [entry.record for entry in compiled.values()],
+        seconds,
+        compiled,
+        library.faults,
+        num_lowered=counter.lowered,
+        num_compiled=counter.count,
+    )
+
+
+def prepare(checkpoint: Checkpoint, plan: EnginePlan) -> Assembly:
+    """What knows the engine's executables; reads shapes, no weights.
+
+    Raises:
+        CheckpointError: the weights will not fit the architecture.
+    """
+    check_names(checkpoint)  # at once, as shapes below: reading ends after the compilations
+    if plan.config.compile_cache != "off":
+        use_compilation_cache(plan.config.compile_cache)
+    mesh = make_mesh(plan.config.tensor_parallel_size)
+    tree = model_tree(plan.model, plan.dtype, mesh)
+    check_shapes(checkpoint, tree)
+    return Assembly(plan, tree, mesh, num_valid=checkpoint.tokenizer.vocab_size)
+
+
+def obtain(
+    assembly: Assembly, library: Library, jobs: list[CompileJob], *, on_compiled: OnCompiled
+) -> dict[str, Compiled]:
+    """Every job's executable, loaded or compiled, the kernels checked before.
+
+    Raises:
+        CompileError: an executable could not be compiled.
+        KernelError: a kernel computes wrong numbers on this device.
+    """
+    plan = assembly.plan
+    options = CPU_OPTIONS
+    if plan.device.platform == "gpu":
+        if not library.has_passed(_CHECK):
+            check_kernels(plan)
+            library.note_passed(_CHECK)
+        folder = library.autotune_folder()
+        options = GPU_OPTIONS if folder is None else GPU_OPTIONS | {AUTOTUNE: str(folder)}
+    compiled = compile_all(
+        jobs,
+        options=options,
+        num_threads=os.cpu_count() or 1,
+        on_done=lambda record: on_compiled(record, len(jobs)),
+        keeper=library,
+    )
+    library.tell_missing([entry.record for entry in compiled.values()])
+    return compiled
+
+
+def _open_library(plan: EnginePlan, facts: dict[str, Any]) -> Library:
+    config = plan.config
+    if plan.device.num_processes > 1:
+        # Each would load or compile for itself, and their collectives must match.
+        library = Library(facts, config.model)
+        if config.executables is not None:
+            library.report("executables are not loaded where several processes run one engine")
+        return library
+    return open_library(
+        facts,
+        label=config.model,
+        folder=config.executables,
+        has_store=config.store,
+        is_trusted=config.trust_executables,
+    )
 
 
 def check_kernels(plan: EnginePlan) -> None:
@@ -108,7 +187,7 @@ def check_kernels(plan: EnginePlan) -> None:
 
 def _identity(plan: EnginePlan) -> str:
     """What decides every step of every process; folders may differ from machine to machine."""
-    config = replace(plan.config, model="", compile_cache="")
+    config = replace(plan.config, model="", compile_cache="", executables=None, store=False)
     parts = (plan.dtype.name, plan.backend.name, plan.device.kind, f"jax {jax.__version__}")
     return f"{plan.num_pages} pages, {', '.join(parts)}, {plan.model}, {config}"
 

@@ -16,18 +16,30 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from jaxprefill.errors import CheckpointError  # noqa: E402
-from jaxprefill.weights.demo import fetch_demo  # noqa: E402
+from jaxprefill.weights.demo import default_cache_dir, fetch_demo  # noqa: E402
 from tests.tiny import TinyCheckpoint, tiny_engine  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache():
-    """Compilations are shared by the whole session, and by nothing outside it."""
+    """Compilations are shared by the whole session, and by nothing outside it.
+
+    Executables of engines too, those of other processes among them: they keep them in the user's
+    cache, which is a folder of the session's own, but for the models in it.
+    """
+    models, before = default_cache_dir(), os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory(prefix="jaxprefill-xla-") as folder:
+        own = Path(folder, "home", "jaxprefill")
+        own.mkdir(parents=True)
+        (own / models.name).symlink_to(models)
+        os.environ["XDG_CACHE_HOME"] = str(own.parent)
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         yield folder
+        os.environ.pop("XDG_CACHE_HOME")
+        if before is not None:
+            os.environ["XDG_CACHE_HOME"] = before
 
 
 @pytest.fixture(scope="module", autouse=True)

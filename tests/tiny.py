@@ -124,7 +124,6 @@ SMALL = dict(
     page_size=8,
     dtype="float32",
     seed=0,
-    compile_cache="off",
 )
 
 

@@ -1,4 +1,4 @@
-"""What stderr shows while executables compile: a bar on a terminal, else a line for each."""
+"""What stderr shows while executables load or compile: a bar on a terminal, or a line for each."""
 
 import sys
 from collections.abc import Callable, Generator
@@ -62,5 +62,5 @@ def _bar(console: Console, *, is_early: bool) -> Generator[OnCompiled]:
 
 
 def _describe(record: ExecutableRecord) -> str:
-    seconds = record.lower_s + record.compile_s
-    return f"{record.name}: {seconds:.1f} s, temp {decimal(record.temp_bytes)}"
+    loaded = "" if record.load_s is None else "loaded, "
+    return f"{record.name}: {loaded}{record.seconds:.1f} s, temp {decimal(record.temp_bytes)}"

@@ -49,7 +49,8 @@ def open_engine(
             has_bar=not args.verbose, is_early=not is_fetched_first
         ) as on_compiled:
             engine = Engine(on_planned=on_planned, on_compiled=on_compiled, **options)
-        note(describe_plan(model, engine.plan, engine.stats()["startup_s"]["total"]))
+        seconds = engine.stats()["startup_s"]["total"]
+        note(f"{describe_plan(model, engine.plan, seconds)}; {engine.describe_executables()}")
     with engine:
         yield engine
 

@@ -1,4 +1,4 @@
-"""Lower and compile many shapes in threads, and keep a record of each.
+"""Lower and compile many shapes in threads, or load what was kept, with a record of each.
 
 The only module that compiles; after start-up nothing does, and `CompilationCounter` proves it.
 """
@@ -6,18 +6,20 @@ The only module that compiles; after start-up nothing does, and `CompilationCoun
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.monitoring
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
+from jaxprefill.compat import read_arguments
 from jaxprefill.errors import CompileError
-from jaxprefill.models.sharding import EVERYWHERE, per_device
+from jaxprefill.models.sharding import EVERYWHERE, per_device, spec_of
+from jaxprefill.prefill.program import LoadedProgram, Outputs
 
 # Level 1 takes a third off compile time on the CPU at the same speed or better: matrix products
 # are library calls either way.
@@ -34,10 +36,18 @@ GPU_OPTIONS: CompilerOptions = {
 # again each time, and a few launches cost less.
 NO_GRAPH: CompilerOptions = {"xla_gpu_graph_min_graph_size": "1000000"}
 
+# Names a folder, in which XLA keeps which kernels were fastest; no program depends on its name.
+AUTOTUNE = "xla_gpu_per_fusion_autotune_cache_dir"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutableRecord:
-    """What is known of a compiled executable. Sizes as XLA's memory analysis gives them."""
+    """What is known of a compiled executable. Sizes as XLA's memory analysis gives them.
+
+    Attributes:
+        lower_s, compile_s: what they took, in whichever process did it.
+        load_s: what loading it took instead; None: this process compiled it.
+    """
 
     name: str
     lower_s: float
@@ -46,6 +56,12 @@ class ExecutableRecord:
     argument_bytes: int
     output_bytes: int
     code_bytes: int
+    load_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What it took in this process."""
+        return self.lower_s + self.compile_s if self.load_s is None else self.load_s
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -62,6 +78,7 @@ class CompileJob:
         pinned: arguments that lie in pinned host memory; moved to the device before all else.
         read_back: results that are left in pinned host memory, where the host reads them.
         out_specs: how each output lies on the mesh, where there is more than one device.
+        mesh: the devices that run it; None: the first.
     """
 
     name: str
@@ -73,6 +90,7 @@ class CompileJob:
     pinned: tuple[int, ...] = ()
     read_back: tuple[int, ...] = ()
     out_specs: Any = EVERYWHERE
+    mesh: Mesh | None = None
 
     @property
     def module_name(self) -> str:
@@ -82,7 +100,25 @@ class CompileJob:
     def over(self, mesh: Mesh) -> "CompileJob":
         """The job as each device of `mesh` runs it, on its own shards."""
         function, arguments = per_device(self.function, self.arguments, self.out_specs, mesh)
-        return replace(self, function=function, arguments=arguments)
+        return replace(self, function=function, arguments=arguments, mesh=mesh)
+
+    def facts(self, options: CompilerOptions) -> dict[str, Any]:
+        """What decides its program beside what all of an engine have in common. Ready for JSON."""
+        leaves, structure = jax.tree.flatten(self.arguments)
+        own = {name: value for name, value in self.options(options).items() if name != AUTOTUNE}
+        return {
+            "module": self.module_name,
+            "arguments": list(map(_described, leaves)),
+            "structure": str(structure),
+            "donated": list(self.donated),
+            "pinned": list(self.pinned),
+            "out_specs": str(self.out_specs),
+            "options": own,
+        }
+
+    def options(self, options: CompilerOptions) -> CompilerOptions:
+        """The engine's compiler options, and its own."""
+        return options if self.is_graph else options | NO_GRAPH
 
 
 @dataclass(frozen=True)
@@ -90,15 +126,47 @@ class Compiled:
     """An executable and its record.
 
     Attributes:
+        call: takes the job's arguments.
         read: positions of the flattened arguments that XLA's program takes; jit drops the others.
+        outputs: shapes of its results, nested as they are.
+        texts: of the program, by stage, where they were asked for.
     """
 
-    call: jax.stages.Compiled
+    call: jax.stages.Compiled | LoadedProgram
     record: ExecutableRecord
     read: tuple[int, ...]
+    outputs: Outputs
+    texts: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
+@runtime_checkable
+class Keeper(Protocol):
+    """Where executables come from and go to, so that a start need not compile them again."""
+
+    has_texts: bool
+
+    def load(self, job: CompileJob, options: CompilerOptions) -> Compiled | None:
+        """The job's executable as it was kept; None: it was not, or is of no use."""
+        ...
+
+    def keep(self, job: CompileJob, options: CompilerOptions, compiled: Compiled) -> None:
+        """Keeps it, where that can be done."""
+        ...
+
+
+class NoKeeper:
+    """Keeps nothing."""
+
+    has_texts = False
+
+    def load(self, job: CompileJob, options: CompilerOptions) -> Compiled | None:
+        """Nothing is kept."""
+
+    def keep(self, job: CompileJob, options: CompilerOptions, compiled: Compiled) -> None:
+        """Does nothing."""
+
+
+def compile_job(job: CompileJob, options: CompilerOptions, *, has_texts: bool = False) -> Compiled:
     """Lowers and compiles one job. A donated argument must be read, or jit drops it.
 
     (`keep_unused` would keep it, and from jax 0.11 on the executable too, for the process's life.)
@@ -112,7 +180,7 @@ def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
         traced = jitted.trace(*job.arguments)
         lowered = traced.lower()
         lowered_at = time.perf_counter()
-        compiled = lowered.compile(compiler_options=options if job.is_graph else options | NO_GRAPH)
+        compiled = lowered.compile(compiler_options=job.options(options))
         done = time.perf_counter()
     except Exception as error:
         raise CompileError(
@@ -130,15 +198,25 @@ def compile_job(job: CompileJob, options: CompilerOptions) -> Compiled:
         output_bytes=memory.output_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
     )
-    return Compiled(compiled, record, _read(traced.jaxpr))
+    texts = {"stablehlo": lowered.as_text(), "hlo": compiled.as_text() or ""} if has_texts else {}
+    return Compiled(compiled, record, read_arguments(traced.jaxpr), traced.out_info, texts)
 
 
-def _read(program: ClosedJaxpr) -> tuple[int, ...]:
-    """Positions of the arguments that any equation or result reads."""
-    jaxpr = program.jaxpr
-    values = [*jaxpr.outvars, *(value for equation in jaxpr.eqns for value in equation.invars)]
-    found = {id(value) for value in values}
-    return tuple(index for index, value in enumerate(jaxpr.invars) if id(value) in found)
+def _obtain(job: CompileJob, options: CompilerOptions, keeper: Keeper) -> Compiled:
+    """Loads the job's executable, or else compiles and keeps it."""
+    loaded = keeper.load(job, options)
+    if loaded is not None:
+        return loaded
+    compiled = compile_job(job, options, has_texts=keeper.has_texts)
+    keeper.keep(job, options, compiled)
+    return replace(compiled, texts={})
+
+
+def _described(shape: jax.ShapeDtypeStruct) -> str:
+    """Shape, dtype and place of an argument."""
+    sharding = shape.sharding
+    where = "" if sharding is None else f" {spec_of(shape)} {sharding.memory_kind}"
+    return f"{shape.dtype.name}{list(shape.shape)}{where}"
 
 
 def _named(job: CompileJob) -> Callable[..., Any]:
@@ -158,20 +236,27 @@ def _named(job: CompileJob) -> Callable[..., Any]:
     return call
 
 
+NO_KEEPER = NoKeeper()
+
+
 def compile_all(
     jobs: Sequence[CompileJob],
     *,
     options: CompilerOptions,
     num_threads: int,
     on_done: Callable[[ExecutableRecord], None],
+    keeper: Keeper = NO_KEEPER,
 ) -> dict[str, Compiled]:
-    """Every job by name, largest first; the first failure stops the rest and is raised."""
+    """Every job by name, largest first; the first failure stops the rest and is raised.
+
+    Those that `keeper` has are loaded instead, in the same threads.
+    """
     ordered = sorted(jobs, key=lambda job: -job.cost)
     done: dict[str, Compiled] = {}
     pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="compile")
     is_interrupted = False
     try:
-        futures = [pool.submit(compile_job, job, options) for job in ordered]
+        futures = [pool.submit(_obtain, job, options, keeper) for job in ordered]
         for future in as_completed(futures):
             compiled = future.result()
             done[compiled.record.name] = compiled
@@ -184,11 +269,15 @@ def compile_all(
     return done
 
 
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+
+
 class CompilationCounter:
-    """Counts backend compilations of the whole process (jax.monitoring has no per-caller view)."""
+    """Counts compilations and lowerings of the whole process (jax.monitoring shows no callers)."""
 
     _lock = threading.Lock()
-    _total = 0
+    _total: ClassVar[Counter[str]] = Counter()
     _is_listening = False
 
     def __init__(self) -> None:
@@ -197,15 +286,23 @@ class CompilationCounter:
             if not CompilationCounter._is_listening:
                 jax.monitoring.register_event_duration_secs_listener(self._on_event)
                 CompilationCounter._is_listening = True
-            self._start = CompilationCounter._total
+            self._start = CompilationCounter._total.copy()
 
     @property
     def count(self) -> int:
         """Compilations since this counter was made, persistent-cache hits included."""
-        return CompilationCounter._total - self._start
+        return self._since(_COMPILED)
+
+    @property
+    def lowered(self) -> int:
+        """Functions lowered since this counter was made."""
+        return self._since(_LOWERED)
+
+    def _since(self, event: str) -> int:
+        return CompilationCounter._total[event] - self._start[event]
 
     @staticmethod
     def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event in (_COMPILED, _LOWERED):
             with CompilationCounter._lock:
-                CompilationCounter._total += 1
+                CompilationCounter._total[event] += 1

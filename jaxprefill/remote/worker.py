@@ -204,8 +204,7 @@ def _start(start: Start, outbox: Outbox, inbox: Inbox) -> Service:
     def on_compiled(record: ExecutableRecord, num_all: int) -> None:
         nonlocal num_done
         num_done += 1
-        seconds = record.lower_s + record.compile_s
-        outbox.put(Progress(record.name, seconds, num_done, num_all))
+        outbox.put(Progress(record.name, record.seconds, num_done, num_all))
 
     engine = Engine(on_compiled=on_compiled, **start.options)
     plan = engine.plan
@@ -218,7 +217,7 @@ def _start(start: Start, outbox: Outbox, inbox: Inbox) -> Service:
             context_length=plan.context_length,
             max_running=plan.max_running,
             kv_tokens=plan.num_pages * plan.config.page_size,
-            description=plan.describe(),
+            description=f"{plan.describe()}; {engine.describe_executables()}",
         )
     )
     return Service(engine, outbox, inbox, grammars)

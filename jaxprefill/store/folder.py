@@ -215,14 +215,16 @@ class Store:
 
     # --- housekeeping
 
-    def prune(self, *, unused_s: float) -> tuple[int, int]:
+    def prune(self, *, unused_s: float, is_verified: bool = True) -> tuple[int, int]:
         """Deletes executables that no start has used for so long, damaged ones, and leftovers.
+
+        Without `is_verified` payloads are not read, and damage is found in manifests alone.
 
         Returns:
             How many files, and their bytes.
         """
         now, kept, doomed = time.time(), set[Path](), set[Path]()
-        for found in self.verify():
+        for found in self.verify() if is_verified else self.found():
             is_unused = now - found.manifest.stat().st_mtime > unused_s
             (doomed if is_unused or found.fault is not None else kept).update(found.files)
         for path in self.folder.glob(f"{_EXECUTABLES}/*/*"):

@@ -38,6 +38,7 @@ class StoredExecutable:
         record: the fields of `ExecutableRecord`.
         payload: PJRT's own bytes.
         texts: by stage ("stablehlo", "hlo"), compressed with gzip.
+        label: what the user called the model; for people.
         written: when, as ISO 8601 in UTC.
     """
 
@@ -49,6 +50,7 @@ class StoredExecutable:
     record: dict[str, Any]
     payload: StoredFile
     texts: dict[str, StoredFile] = field(default_factory=dict[str, StoredFile])
+    label: str = ""
     written: str = ""
 
     @property

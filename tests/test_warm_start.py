@@ -1,0 +1,135 @@
+"""A start from a store: nothing is lowered or compiled, and all is as it was."""
+
+import logging
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from jaxprefill import SamplingParams
+from jaxprefill.compat import program_settings
+from jaxprefill.errors import ConfigError
+from jaxprefill.prefill.program import LoadedProgram
+from jaxprefill.store.folder import Store
+from jaxprefill.store.machine import user_store
+from tests.test_engine import random_prompt
+from tests.tiny import TinyCheckpoint, tiny_engine
+
+PROMPTS = [random_prompt(n, seed=n) for n in (3, 20, 70, 1)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3),
+    SamplingParams(max_tokens=4, seed=1, repetition_penalty=1.3, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=4, seed=2, logit_bias={65: 3.0}, ignore_eos=True),
+    SamplingParams(max_tokens=4, seed=3, top_k=5, ignore_eos=True),
+]
+
+
+def answers(engine) -> tuple:
+    engine.flush_cache()  # a prefix that is cached is not computed again: other roundings
+    generated = [(c.token_ids, c.logprobs) for c in engine.generate(PROMPTS, PARAMS)]
+    return generated, engine.logprobs(PROMPTS), engine.embed(PROMPTS).tolist()
+
+
+@pytest.fixture
+def expected(engine):
+    """Of the session's engine; its executables are in the session's store then."""
+    return answers(engine)
+
+
+def test_a_second_start_lowers_and_compiles_nothing_and_gives_the_same_bits(expected, checkpoint):
+    with tiny_engine(checkpoint) as warm:
+        stats = warm.stats()
+        assert (stats["lowered_at_start"], stats["compiled_at_start"]) == (0, 0)
+        assert all(record["load_s"] is not None for record in stats["compiled"])
+        assert all(record["compile_s"] > 0 for record in stats["compiled"])
+        assert "loaded in" in warm.describe_executables() and stats["faults"] == []
+        assert answers(warm) == expected
+        assert warm.stats()["compilations_after_ready"] == 0
+
+
+def test_donated_operands_are_gone_after_a_loaded_call(expected, checkpoint):
+    with tiny_engine(checkpoint) as warm:
+        core = warm._core
+        (executable, *_) = core.prefill._executables.values()
+        assert isinstance(executable._compiled.call, LoadedProgram)
+        pools, hidden = core.state.pools, core.state.hidden
+        address = pools[0].unsafe_buffer_pointer()
+        core.prefill.warm(core.state, max_tokens=8)
+        assert pools[0].is_deleted() and hidden.is_deleted()
+        assert core.state.pools[0].unsafe_buffer_pointer() == address
+        assert "HloModule" in executable._compiled.call.as_text()
+
+
+def test_damage_is_compiled_anew_with_a_warning_and_mended(expected, checkpoint, caplog):
+    store = Store.open(user_store())
+    for path in store.folder.glob("executables/*/greedy_4-*.bin"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    for path in store.folder.glob("executables/*/set_bias-*.json"):
+        path.write_text("{")
+    with caplog.at_level(logging.WARNING), tiny_engine(checkpoint) as made:
+        assert "greedy 4 in" in caplog.text and "SHA-256" in caplog.text
+        assert made.stats()["compiled_at_start"] == 2
+        assert "19 loaded, 2 compiled in" in made.describe_executables()
+        assert answers(made) == expected
+    with tiny_engine(checkpoint) as again:
+        assert again.stats()["compiled_at_start"] == 0
+
+
+def test_what_decides_a_program_decides_the_fingerprint(expected, checkpoint, monkeypatch):
+    monkeypatch.setattr("jaxprefill.startup.compile_all", _count_loaded)
+    for options in (dict(kv_cache_tokens=648), dict(max_running_requests=3), dict(page_size=16)):
+        with pytest.raises(_Counted) as found, tiny_engine(checkpoint, **options):
+            pass
+        assert "prefill 8" not in " ".join(found.value.args[0]), options
+    other = TinyCheckpoint(norm_eps=1e-6)
+    with pytest.raises(_Counted) as found, tiny_engine(other):
+        pass
+    assert found.value.args[0] == []
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_x=1")
+    with pytest.raises(_Counted) as found, tiny_engine(checkpoint):
+        pass
+    assert found.value.args[0] == []
+    monkeypatch.undo()
+
+
+class _Counted(Exception):
+    """Instead of compiling: the names of the executables that a store has."""
+
+
+def _count_loaded(jobs, *, options, keeper, **_):
+    raise _Counted([job.name for job in jobs if keeper.load(job, options) is not None])
+
+
+def test_a_named_folder_that_is_none_is_refused(checkpoint, tmp_path):
+    with (
+        pytest.raises(ConfigError, match="jaxprefill compile"),
+        tiny_engine(checkpoint, executables=str(tmp_path / "none")),
+    ):
+        pass
+
+
+def test_folders_that_cannot_be_used_are_a_warning(expected, checkpoint, tmp_path, monkeypatch):
+    """One that anybody can write, and a user's cache that cannot be made."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("jaxprefill.startup.compile_all", _count_loaded)
+    with (
+        pytest.raises(_Counted) as found,
+        tiny_engine(checkpoint, executables=str(tmp_path / "open")),
+    ):
+        pass
+    assert found.value.args[0] == []
+
+
+def test_settings_of_jax_that_change_programs_are_facts(engine):
+    found = program_settings()
+    assert {"jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion"} <= set(
+        found
+    )
+    assert not {"jax_compilation_cache_dir", "jax_platforms", "jax_log_compiles"} & set(found)
+    np.testing.assert_equal(jax.config.jax_enable_x64, found["jax_enable_x64"] == "True")
