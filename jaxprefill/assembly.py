@@ -83,9 +83,7 @@ class Assembly:
             case "eager":
                 return {}
 
-    def allocate(
-        self, leaves: Leaves, compiled: dict[str, Compiled] | None = None
-    ) -> DeviceState:
+    def allocate(self, leaves: Leaves, compiled: dict[str, Compiled] | None = None) -> DeviceState:
         """The device's arrays: weights as loaded, the rest zero, by an executable of `jobs`."""
         job = self._zeros_job().over(self.mesh)
         zeros = jax.jit(job.function) if compiled is None else compiled[job.name].call

@@ -25,7 +25,8 @@ def compile_cache():
     """Compilations are shared by the whole session, and by nothing outside it.
 
     Executables of engines too, those of other processes among them: they keep them in the user's
-    cache, which is a folder of the session's own, but for the models in it.
+    cache, which is a folder of the session's own, but for the models in it. Yields what an engine's
+    option `compile_cache` should be.
     """
     models, before = default_cache_dir(), os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory(prefix="jaxprefill-xla-") as folder:
@@ -36,7 +37,7 @@ def compile_cache():
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        yield folder
+        yield "off"
         os.environ.pop("XDG_CACHE_HOME")
         if before is not None:
             os.environ["XDG_CACHE_HOME"] = before

@@ -42,6 +42,7 @@ LAYERS = [
     ["assembly", "fingerprint"],
     ["tuning.measure", "inspection"],
     ["startup"],
+    ["precompile"],
     ["engine"],
     ["remote", "offline.lm_eval"],
     ["cli"],

@@ -4,7 +4,7 @@ A flag that is not given leaves no attribute, so every default but one stays whe
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -37,13 +37,13 @@ _SAMPLING_HELP = {
 }
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each engine option, parsed and checked by EngineConfig alone."""
+def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    """One flag for each engine option but some, parsed and checked by EngineConfig alone."""
     group = parser.add_argument_group(
         "engine options", "Counts may be written 4096, 200k (200000) or 256K (262144)."
     )
     for item, hint in engine_options():
-        if item.name not in _NO_FLAG:
+        if item.name not in _NO_FLAG and item.name not in leave_out:
             names, keywords = option_flag(item, hint)
             group.add_argument(*names, **keywords)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from jaxprefill.cli.command import Command, add_output_flags
 from jaxprefill.cli.flags import add_engine_flags
 
+# Of engine options: `--store` names what is inspected here, and a model is compiled for it.
+_OWN_FLAGS = ("executables", "store", "trust_executables")
 _STAGES = ("jaxpr", "stablehlo", "hlo", "thunks", "ptx")
 _EXAMPLES = {
     "list": "inspect list --prefill-buckets 32,128",
@@ -33,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         one.set_defaults(action=name)
         _add_source_flags(one)
         add_output_flags(one, json_help)
-        add_engine_flags(one)
+        add_engine_flags(one, leave_out=_OWN_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:

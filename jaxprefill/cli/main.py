@@ -10,7 +10,18 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxprefill import __version__
-from jaxprefill.cli import batch, generate, inspect, logprobs, models, score_file, serve, tune
+from jaxprefill.cli import (
+    batch,
+    generate,
+    inspect,
+    logprobs,
+    models,
+    score_file,
+    serve,
+    store,
+    tune,
+)
+from jaxprefill.cli import compile as compile_command
 from jaxprefill.cli.command import Command
 from jaxprefill.cli.streams import discard_stdout, emit, logging_to_stderr, note, prepare_streams
 from jaxprefill.errors import ConfigError, JaxPrefillError, RequestError
@@ -19,6 +30,8 @@ COMMANDS: tuple[Command, ...] = (
     serve.COMMAND,
     generate.COMMAND,
     logprobs.COMMAND,
+    compile_command.COMMAND,
+    store.COMMAND,
     batch.COMMAND,
     score_file.COMMAND,
     inspect.COMMAND,

@@ -30,6 +30,12 @@ def compile_progress(*, has_bar: bool, is_early: bool) -> Generator[OnCompiled]:
         yield _Lines()
 
 
+@contextmanager
+def no_progress() -> Generator[OnCompiled]:
+    """Shows nothing."""
+    yield lambda record, total: None
+
+
 class _Lines:
     def __init__(self) -> None:
         self._num_done = 0
