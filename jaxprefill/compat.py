@@ -1,11 +1,13 @@
 """The one place that touches jax's global config, and that may tell jax versions apart."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import platformdirs
+from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval
 from jaxlib.xla_client import DeviceList
@@ -66,6 +68,25 @@ def program_settings() -> dict[str, str]:
     found: dict[str, Any] = jax.config.values
     names = sorted(name for name in found if not any(part in name for part in _IDLE))
     return {name: str(found[name]) for name in names}
+
+
+@contextmanager
+def no_compilation_cache(*, is_off: bool = True) -> Generator[None]:
+    """Compiles without JAX's persistent cache, process-wide: what comes out of it cannot be stored.
+
+    With `is_off` False it changes nothing.
+    """
+    before = bool(jax.config.values["jax_enable_compilation_cache"])
+    if not (is_off and before):
+        yield
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax looks at its setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def use_compilation_cache(folder: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxprefill.assembly import Assembly
-from jaxprefill.compat import use_compilation_cache
+from jaxprefill.compat import no_compilation_cache, use_compilation_cache
 from jaxprefill.core import EngineCore
 from jaxprefill.fingerprint import engine_facts
 from jaxprefill.kernels.attention.xla import XLA
@@ -141,13 +141,16 @@ def obtain(
             library.note_passed(_CHECK)
         folder = library.autotune_folder()
         options = GPU_OPTIONS if folder is None else GPU_OPTIONS | {AUTOTUNE: str(folder)}
-    compiled = compile_all(
-        jobs,
-        options=options,
-        num_threads=os.cpu_count() or 1,
-        on_done=lambda record: on_compiled(record, len(jobs)),
-        keeper=library,
-    )
+    # One mechanism: what is kept in a store goes past JAX's own cache, unless that was asked for.
+    is_kept = library.target is not None and plan.config.compile_cache == "off"
+    with no_compilation_cache(is_off=is_kept):
+        compiled = compile_all(
+            jobs,
+            options=options,
+            num_threads=os.cpu_count() or 1,
+            on_done=lambda record: on_compiled(record, len(jobs)),
+            keeper=library,
+        )
     library.tell_missing([entry.record for entry in compiled.values()])
     return compiled
 

@@ -1,15 +1,21 @@
 """A start from a store: nothing is lowered or compiled, and all is as it was."""
 
+import json
 import logging
 import os
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxprefill import SamplingParams
+from jaxprefill.assembly import Assembly
+from jaxprefill.cli.main import main
 from jaxprefill.compat import program_settings
 from jaxprefill.errors import ConfigError
+from jaxprefill.prefill.compiler import CPU_OPTIONS, CompileJob, ExecutableRecord, compile_job
+from jaxprefill.prefill.library import Library
 from jaxprefill.prefill.program import LoadedProgram
 from jaxprefill.store.folder import Store
 from jaxprefill.store.machine import user_store
@@ -103,6 +109,20 @@ def _count_loaded(jobs, *, options, keeper, **_):
     raise _Counted([job.name for job in jobs if keeper.load(job, options) is not None])
 
 
+def test_what_jax_had_in_its_cache_is_not_kept(tmp_path):
+    """Written down once more it would load, and fail when it runs."""
+    library = Library({}, "tiny", target=Store(tmp_path))
+    kept = []
+    for _ in range(2):
+        jax.clear_caches()
+        shape = jax.ShapeDtypeStruct((5,), np.float32)
+        job = CompileJob(name="cached once", function=lambda x: (x + 1,), arguments=(shape,))
+        compiled = compile_job(job, CPU_OPTIONS)
+        library.keep(job, CPU_OPTIONS, compiled)
+        kept.append((compiled.is_own, len(list(tmp_path.rglob("*.bin")))))
+    assert kept == [(True, 1), (False, 1)]
+
+
 def test_a_named_folder_that_is_none_is_refused(checkpoint, tmp_path):
     with (
         pytest.raises(ConfigError, match="jaxprefill compile"),
@@ -133,3 +153,63 @@ def test_settings_of_jax_that_change_programs_are_facts(engine):
     )
     assert not {"jax_compilation_cache_dir", "jax_platforms", "jax_log_compiles"} & set(found)
     np.testing.assert_equal(jax.config.jax_enable_x64, found["jax_enable_x64"] == "True")
+
+
+FEW = {"prefill 8x4x160", "decode 1x1x160", "zeros", "set_bias"}
+
+
+def test_compile_writes_a_folder_that_engines_load(
+    expected, checkpoint, tmp_path, monkeypatch, capsys
+):
+    made_jobs = Assembly.jobs
+    monkeypatch.setattr(
+        Assembly, "jobs", lambda self: [job for job in made_jobs(self) if job.name in FEW]
+    )
+    monkeypatch.setattr("jaxprefill.precompile.open_checkpoint", lambda model: checkpoint)
+    argv = ["--model", "tiny", "--prefill-buckets", "8,32", "--max-running-requests", "4"]
+    argv += ["--kv-cache-tokens", "640", "--page-size", "8", "--dtype", "float32"]
+    folder = tmp_path / "out"
+
+    def compile_(*more: str) -> str:
+        assert main(["compile", "--out", str(folder), *argv, *more]) == 0
+        return capsys.readouterr().err
+
+    assert main(["compile", "--out", str(folder), *argv, "--shapes", "9"]) == 2
+    assert "got 9; they are 1x1x160, 8x4x160" in capsys.readouterr().err
+    assert "3 executables compiled in" in compile_("--shapes", "8")
+    assert "1 executables compiled in" in (err := compile_()) and "3 were there" in err
+    entries = {entry.name: entry for entry in Store.open(folder).entries()}
+    assert entries.keys() == FEW
+    body = entries["prefill 8x4x160"]
+    assert "HloModule" in Store.open(folder).text(body, "hlo")
+    assert "stablehlo" in Store.open(folder).text(body, "stablehlo")
+
+    monkeypatch.undo()
+    for path in folder.glob("executables/*/decode*.bin"):
+        path.write_bytes(b"?")
+    with tiny_engine(checkpoint, executables=str(folder)) as warm:
+        assert warm.stats()["compiled_at_start"] == 0  # the user's own store has what is damaged
+        assert ["SHA-256" in fault for fault in warm.stats()["faults"]] == [True]
+        assert answers(warm) == expected
+
+    assert main(["store", "list", "--dir", str(folder), "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {one["name"] for one in found} == FEW and found[0]["model"] == "tiny"
+    assert main(["store", "verify", "--dir", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    assert "SHA-256" in out and "4 executables" in err and "1 damaged" in err
+    assert main(["store", "prune", "--dir", str(folder)]) == 0
+    assert "4 files deleted" in capsys.readouterr().err
+    assert main(["store", "verify", "--dir", str(folder), "--unused", "soon"]) == 2
+    assert main(["store", "list", "--dir", str(tmp_path / "none")]) == 1
+
+
+def test_a_store_of_other_facts_says_which(expected, checkpoint, tmp_path, monkeypatch, caplog):
+    store, own = Store(tmp_path), Store.open(user_store())
+    entry = next(entry for entry in own.entries() if entry.name == "set_bias")
+    other = entry.facts | {"versions": {"jax": "0.1"}, "source": "?"}
+    store.write(replace(entry, facts=other), own.payload(entry))
+    library = Library(entry.facts, "tiny", (store,), named=store)
+    library.tell_missing([ExecutableRecord(**entry.record)])
+    assert "1 of 1 executables are not in" in library.faults[0]
+    assert "made for another source, versions" in caplog.text

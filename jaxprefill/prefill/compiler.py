@@ -129,6 +129,8 @@ class Compiled:
         call: takes the job's arguments.
         read: positions of the flattened arguments that XLA's program takes; jit drops the others.
         outputs: shapes of its results, nested as they are.
+        is_own: XLA compiled it in this process; one from JAX's cache cannot be written down again
+            (on a CPU it would load, and miss functions when it runs).
         texts: of the program, by stage, where they were asked for.
     """
 
@@ -136,6 +138,7 @@ class Compiled:
     record: ExecutableRecord
     read: tuple[int, ...]
     outputs: Outputs
+    is_own: bool = False
     texts: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -174,6 +177,7 @@ def compile_job(job: CompileJob, options: CompilerOptions, *, has_texts: bool = 
     Raises:
         CompileError: carries the job's name and XLA's message.
     """
+    counter = CompilationCounter()
     try:
         started = time.perf_counter()
         jitted = jax.jit(_named(job), donate_argnums=job.donated)
@@ -199,7 +203,9 @@ def compile_job(job: CompileJob, options: CompilerOptions, *, has_texts: bool = 
         code_bytes=memory.generated_code_size_in_bytes,
     )
     texts = {"stablehlo": lowered.as_text(), "hlo": compiled.as_text() or ""} if has_texts else {}
-    return Compiled(compiled, record, read_arguments(traced.jaxpr), traced.out_info, texts)
+    return Compiled(
+        compiled, record, read_arguments(traced.jaxpr), traced.out_info, not counter.cached, texts
+    )
 
 
 def _obtain(job: CompileJob, options: CompilerOptions, keeper: Keeper) -> Compiled:
@@ -271,6 +277,8 @@ def compile_all(
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_CACHED = "/jax/compilation_cache/cache_hits"
+_own = threading.local()  # jax tells of a hit in the thread that had it
 
 
 class CompilationCounter:
@@ -284,9 +292,11 @@ class CompilationCounter:
         """Starts at zero from now on."""
         with CompilationCounter._lock:
             if not CompilationCounter._is_listening:
-                jax.monitoring.register_event_duration_secs_listener(self._on_event)
+                jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+                jax.monitoring.register_event_listener(self._on_event)
                 CompilationCounter._is_listening = True
             self._start = CompilationCounter._total.copy()
+            self._start_cached = getattr(_own, "cached", 0)
 
     @property
     def count(self) -> int:
@@ -298,11 +308,21 @@ class CompilationCounter:
         """Functions lowered since this counter was made."""
         return self._since(_LOWERED)
 
+    @property
+    def cached(self) -> int:
+        """Executables that this thread took from JAX's own cache since this counter was made."""
+        return getattr(_own, "cached", 0) - self._start_cached
+
     def _since(self, event: str) -> int:
         return CompilationCounter._total[event] - self._start[event]
 
     @staticmethod
-    def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def _on_event(event: str, **kwargs: str | int) -> None:
+        if event == _CACHED:
+            _own.cached = getattr(_own, "cached", 0) + 1
+
+    @staticmethod
+    def _on_duration(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event in (_COMPILED, _LOWERED):
             with CompilationCounter._lock:
                 CompilationCounter._total[event] += 1

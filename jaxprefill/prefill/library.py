@@ -63,6 +63,9 @@ class Library:
         """See `Keeper.keep`; after the first failure nothing more is written."""
         if self.target is None:
             return
+        if not compiled.is_own:
+            logger.info("%s is in JAX's own cache, and not kept here", job.name)
+            return
         try:
             payload = _serialize(job, compiled)
             entry = StoredExecutable(
