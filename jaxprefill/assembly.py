@@ -162,7 +162,12 @@ class Assembly:
 
         specs = (specs_of(shapes.pools), *specs_of(whole))
         return CompileJob(
-            name=_ZEROS, function=zeros, arguments=(), is_graph=False, out_specs=specs
+            name=_ZEROS,
+            function=zeros,
+            arguments=(),
+            is_graph=False,
+            out_specs=specs,
+            sizes=str(own),
         )
 
     def _job(self, name: str, body: Body) -> CompileJob:

@@ -90,6 +90,7 @@ def test_what_decides_a_program_decides_the_fingerprint(expected, checkpoint, mo
         with pytest.raises(_Counted) as found, tiny_engine(checkpoint, **options):
             pass
         assert "prefill 8" not in " ".join(found.value.args[0]), options
+        assert "zeros" not in found.value.args[0], options
     other = TinyCheckpoint(norm_eps=1e-6)
     with pytest.raises(_Counted) as found, tiny_engine(other):
         pass

@@ -79,6 +79,7 @@ class CompileJob:
         read_back: results that are left in pinned host memory, where the host reads them.
         out_specs: how each output lies on the mesh, where there is more than one device.
         mesh: the devices that run it; None: the first.
+        sizes: what the function closes over that neither its name nor its arguments tell.
     """
 
     name: str
@@ -91,6 +92,7 @@ class CompileJob:
     read_back: tuple[int, ...] = ()
     out_specs: Any = EVERYWHERE
     mesh: Mesh | None = None
+    sizes: str = ""
 
     @property
     def module_name(self) -> str:
@@ -108,6 +110,7 @@ class CompileJob:
         own = {name: value for name, value in self.options(options).items() if name != AUTOTUNE}
         return {
             "module": self.module_name,
+            "sizes": self.sizes,
             "arguments": list(map(_described, leaves)),
             "structure": str(structure),
             "donated": list(self.donated),
