@@ -51,6 +51,9 @@ STATS = {  # a part of `Engine.stats()`; the running engine's test compares the 
         "eager_buckets": [64],
     },
     "startup_s": {"compile": 3.5, "warm_up": 0.5, "total": 4.0},
+    "lowered_at_start": 3,
+    "compiled_at_start": 3,
+    "faults": [],
     "compiled": [{"name": "full 32x4x160", "temp_bytes": 4096}],
 }
 
