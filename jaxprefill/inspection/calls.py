@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.profiler import ProfileData, ProfilePlane
+from jax.profiler import ProfileData
 
 from jaxprefill.errors import InspectionError
 from jaxprefill.inspection.trace import Event, Trace, summarise_trace
@@ -90,7 +90,7 @@ def read_events(files: Sequence[Path]) -> list[Event]:
     return found
 
 
-def _events_of(plane: ProfilePlane) -> Iterator[Event]:
+def _events_of(plane: Any) -> Iterator[Event]:
     is_device = plane.name.startswith("/device:")
     for line in plane.lines:
         for event in line.events:
