@@ -115,6 +115,7 @@ class CompileJob:
             "structure": str(structure),
             "donated": list(self.donated),
             "pinned": list(self.pinned),
+            "read_back": list(self.read_back),
             "out_specs": str(self.out_specs),
             "options": own,
         }
