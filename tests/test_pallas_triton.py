@@ -41,7 +41,6 @@ SUPPORTED = tuple(
     case for case in (*CASES, *SPLIT_CASES) if case.head_dim & (case.head_dim - 1) == 0
 )
 SHARED_CASE = AttentionCase(name="shared", q_lens=(20, 1, 2), kv_lens=(36, 16, 32))
-WIDTH = 64  # of the rows before a projection
 # Interpretation takes seconds a case: the rest is marked slow.
 QUICK = {
     "plain", "chunk_after_unaligned_prefix", "gqa_7", "decode_one_slot", "decode_rows_and_chunk",
@@ -158,16 +157,13 @@ PROJECTION_CASES = tuple(
 
 
 @functools.cache
-def compiled_projection(case, has_norms, squares, dtype):
+def compiled_projection(case, has_norms, dtype):
     inputs, is_cpu = make_inputs(case, PALLAS_TRITON), jax.default_backend() == "cpu"
-    attend = make_attend_to_projection(
-        inputs.tiles, case.spec, norm_eps=1e-6, width=WIDTH, interpret=is_cpu
-    )
+    attend = make_attend_to_projection(inputs.tiles, case.spec, norm_eps=1e-6, interpret=is_cpu)
     operands = projection(case, inputs, has_norms=has_norms, dtype=dtype)
     pool = jnp.asarray(inputs.pool, dtype)
     counters = jnp.zeros(num_arrivals(inputs.tiles, case.kv_heads), jnp.int32)
-    sums = None if squares is None else jnp.full((case.num_tokens, 2), squares)
-    arguments = (*operands, pool, inputs.batch, jnp.int32(inputs.first_page), counters, sums)
+    arguments = (*operands, pool, inputs.batch, jnp.int32(inputs.first_page), counters)
     lowered = jax.jit(attend).lower(*arguments)
     return lowered.compile(compiler_options=CPU_OPTIONS if is_cpu else {})
 
@@ -211,12 +207,7 @@ def test_tokens_whose_kv_is_shared_write_no_row(monkeypatch):
     np.testing.assert_array_equal(run(SHARED_CASE, inputs)[1], want)
 
 
-@pytest.mark.parametrize(
-    ("has_norms", "squares"),
-    # Two parts of 1/8 WIDTH: rows come at half their size, and the norm doubles them.
-    [(False, None), (True, None), (True, WIDTH / 8)],
-    ids=["no_norms", "norms", "scaled"],
-)
+@pytest.mark.parametrize("has_norms", [False, True], ids=["no_norms", "norms"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -224,23 +215,15 @@ def test_tokens_whose_kv_is_shared_write_no_row(monkeypatch):
         for case in PROJECTION_CASES
     ],
 )
-def test_attention_to_a_projection_norms_and_rotates_its_rows(case, has_norms, squares):
+def test_attention_to_a_projection_norms_and_rotates_its_rows(case, has_norms):
     dtype, limit = (jnp.float32, 1e-5) if jax.default_backend() == "cpu" else (jnp.bfloat16, 1e-2)
     inputs = poisoned(case, rounded(make_inputs(case, PALLAS_TRITON, peaked=True), dtype))
     operands = projection(case, inputs, has_norms=has_norms, dtype=dtype)
     pool = jnp.asarray(inputs.pool, dtype)
-    call = compiled_projection(case, has_norms, squares, dtype)
+    call = compiled_projection(case, has_norms, dtype)
     counters = jnp.zeros(num_arrivals(inputs.tiles, case.kv_heads), jnp.int32)
-    qkv, *others = operands
-    sums = None if squares is None else jnp.full((case.num_tokens, 2), squares)
     out, found_pool, counters = call(
-        qkv if squares is None else qkv / 2,
-        *others,
-        pool,
-        inputs.batch,
-        jnp.int32(inputs.first_page),
-        counters,
-        sums,
+        *operands, pool, inputs.batch, jnp.int32(inputs.first_page), counters
     )
     assert not np.asarray(counters).any(), "ready for the next launch"
     out, found_pool = np.asarray(out, np.float32), np.asarray(found_pool, np.float32)

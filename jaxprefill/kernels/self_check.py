@@ -97,7 +97,7 @@ def _products(
         lambda: gemm.project(stream, weight, None, tiles=tiles, norm_eps=_EPS, interpret=interpret)[
             0
         ],
-        lambda: xla.project(stream, weight, None, norm_eps=_EPS)[0],
+        lambda: xla.project(stream, weight, None, norm_eps=_EPS),
     )
     yield (
         "gated",

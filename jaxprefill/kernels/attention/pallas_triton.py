@@ -63,7 +63,6 @@ AttendToProjection = Callable[
         RaggedBatch,
         Int32[Array, ""],
         Int32[Array, " counters"],
-        Float[Array, "T parts"] | None,
     ],
     tuple[Float[Array, "T H D"], Shaped[Array, "2 K P S D"], Int32[Array, " counters"]],
 ]
@@ -192,16 +191,15 @@ def make_attend(
 
 
 def make_attend_to_projection(
-    shape: TileShape, spec: AttentionSpec, *, norm_eps: float, width: int, interpret: bool = False
+    shape: TileShape, spec: AttentionSpec, *, norm_eps: float, interpret: bool = False
 ) -> AttendToProjection:
     """The same, of a qkv projection's rows as they are; parts of a tile are merged on the way.
 
     (qkv [T, H + 2K, D], rotary [2, T, D / 2], qk_norms [2, D] or None, pool, batch, first_page,
-    arrivals, squares [T, parts] or None) -> (out [T, H, D], pool, arrivals); arrivals holds
-    `num_arrivals` zeros or more, `squares` see `norm_and_rotate`.
+    arrivals) -> (out [T, H, D], pool, arrivals); arrivals holds `num_arrivals` zeros or more.
     """
 
-    def write_and_attend(qkv, rotary, qk_norms, pool, batch, first_page, arrivals, squares):  # pyright: ignore
+    def write_and_attend(qkv, rotary, qk_norms, pool, batch, first_page, arrivals):  # pyright: ignore
         kv_heads = pool.shape[1]
         q_shape = (len(qkv), qkv.shape[1] - 2 * kv_heads, qkv.shape[2])
         sizes = _sizes(shape, spec, q_shape, pool, interpret=interpret)
@@ -209,10 +207,8 @@ def make_attend_to_projection(
             qkv,
             rotary,
             qk_norms,
-            squares,
             kv_heads=kv_heads,
             norm_eps=norm_eps,
-            width=width,
             interpret=interpret,
         )
         out, pool, left = _attend(sizes, _Stacked(rows), pool, batch, first_page, arrivals)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 _MAX_BLOCK = 8  # heads a program
 
@@ -18,35 +18,29 @@ class _Rotation(NamedTuple):
 
     block: int
     first_key: int
-    first_value: int
     norm_eps: float
-    width: int
 
 
 def norm_and_rotate(
     qkv: Float[Array, "T heads D"],
     rotary: Float[Array, "2 T half"],
     qk_norms: Float[Array, "2 D"] | None,
-    squares: Float32[Array, "T parts"] | None = None,
     *,
     kv_heads: int,
     norm_eps: float,
-    width: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "T heads D"]:
     """`qkv` with its query and key heads RMS-normed, if there are norms, and rotated.
 
     Heads are stacked: queries, keys, values; `rotary` holds cosine and sine, and dimension i turns
-    with i + D / 2. With `squares` every row is first multiplied by the scale of the norm before the
-    projection: parts of its input's sum of squares, over `width` numbers.
+    with i + D / 2.
     """
-    num_heads, dim = qkv.shape[1:]
-    num_rotated = num_heads - kv_heads
+    num_rotated, dim = qkv.shape[1] - kv_heads, qkv.shape[2]
     block = min(kv_heads & -kv_heads, _MAX_BLOCK)  # divides the query heads, too
-    sizes = _Rotation(block, num_rotated - kv_heads, num_rotated, norm_eps, width)
+    sizes = _Rotation(block, num_rotated - kv_heads, norm_eps)
     call = pl.pallas_call(
         functools.partial(_kernel, sizes=sizes),
-        grid=(len(qkv), (num_rotated if squares is None else num_heads) // block),
+        grid=(len(qkv), num_rotated // block),
         out_shape=jax.ShapeDtypeStruct(qkv.shape, qkv.dtype),
         input_output_aliases={0: 0},
         # A warp more than the numbers fill would read what another has already replaced.
@@ -54,31 +48,22 @@ def norm_and_rotate(
         interpret=interpret,
         name="norm_and_rotate",
     )
-    return call(qkv, rotary, qk_norms, squares)
+    return call(qkv, rotary, qk_norms)
 
 
-def _kernel(
-    qkv: Any, rotary: Any, qk_norms: Any, squares: Any, out: Any, *, sizes: _Rotation
-) -> None:
-    """One token's block of heads."""
+def _kernel(qkv: Any, rotary: Any, qk_norms: Any, out: Any, *, sizes: _Rotation) -> None:
+    """One token's block of query or key heads."""
     token, first, dim = pl.program_id(0), pl.program_id(1) * sizes.block, qkv.shape[-1]
     heads = pl.ds(first, sizes.block)
     halves = (pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2))
     low, high = (qkv[token, heads, at].astype(jnp.float32) for at in halves)
     cos, sin = rotary[0, token, :][None], rotary[1, token, :][None]
-    # Values are rotated by nothing; they are reached only to be scaled.
-    is_value = (jnp.zeros_like(cos) + first) >= sizes.first_value
-    cos, sin = jnp.where(is_value, 1.0, cos), jnp.where(is_value, 0.0, sin)
-    if squares is not None:
-        scale = lax.rsqrt(squares[token, :].sum() / sizes.width + sizes.norm_eps)
-        low, high = low * scale, high * scale
     if qk_norms is not None:
         scale = lax.rsqrt(((low * low).sum(1) + (high * high).sum(1)) / dim + sizes.norm_eps)
         is_key = (first >= sizes.first_key).astype(jnp.int32)
         weights = (qk_norms[is_key, at].astype(jnp.float32)[None] for at in halves)
         low, high = (
-            jnp.where(is_value, x, x * scale[:, None] * weight)
-            for x, weight in zip((low, high), weights, strict=True)
+            x * scale[:, None] * weight for x, weight in zip((low, high), weights, strict=True)
         )
     out[token, heads, halves[0]] = (low * cos - high * sin).astype(out.dtype)
     out[token, heads, halves[1]] = (high * cos + low * sin).astype(out.dtype)

@@ -81,9 +81,7 @@ def make_fused_layer(
     interpret: bool = False,
 ) -> FusedLayer:
     """A layer of one compiled shape; `interpret` runs it on any device, slowly."""
-    attend = make_attend_to_projection(
-        shape, spec, norm_eps=norm_eps, width=sizes.hidden_size, interpret=interpret
-    )
+    attend = make_attend_to_projection(shape, spec, norm_eps=norm_eps, interpret=interpret)
     products = _Products(tiles, norm_eps, interpret)
 
     def layer_pass(
@@ -96,12 +94,12 @@ def make_fused_layer(
         batch: RaggedBatch,
     ) -> tuple[LayerStream, Shaped[Array, "2 K P S D"]]:
         with jax.named_scope("attention.qkv"):
-            qkv, squares, stream = products.qkv(weights, stream)
+            qkv, stream = products.qkv(weights, stream)
         with jax.named_scope("attention.core"):
             first_page = layer * (pool.shape[2] // (len(norms) // 2))
             heads = qkv.reshape(len(qkv), -1, pool.shape[-1])
             out, pool, arrivals = attend(
-                heads, rotary, weights.qk_norms, pool, batch, first_page, stream.arrivals, squares
+                heads, rotary, weights.qk_norms, pool, batch, first_page, stream.arrivals
             )
             attended, stream = out.reshape(len(out), -1), stream._replace(arrivals=arrivals)
         with jax.named_scope("attention.output"):
@@ -123,11 +121,10 @@ class _Products(NamedTuple):
 
     def qkv(
         self, weights: LayerWeights, stream: LayerStream
-    ) -> tuple[Float[Array, "T outputs"], Float32[Array, "T parts"] | None, LayerStream]:
-        """With squares, what follows must multiply by the norm's scale."""
+    ) -> tuple[Float[Array, "T outputs"], LayerStream]:
         if self.tiles.qkv is None:
-            found = xla.project(stream, weights.qkv, weights.qkv_bias, norm_eps=self.norm_eps)
-            return *found, stream
+            out = xla.project(stream, weights.qkv, weights.qkv_bias, norm_eps=self.norm_eps)
+            return out, stream
         out, arrivals = gemm.project(
             stream,
             weights.qkv,
@@ -136,7 +133,7 @@ class _Products(NamedTuple):
             norm_eps=self.norm_eps,
             interpret=self.interpret,
         )
-        return out, None, stream._replace(arrivals=arrivals)
+        return out, stream._replace(arrivals=arrivals)
 
     def gate_up(
         self, weights: LayerWeights, stream: LayerStream
