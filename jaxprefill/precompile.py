@@ -9,10 +9,10 @@ from jaxprefill.config import EngineConfig
 from jaxprefill.errors import ConfigError, StoreError, listed
 from jaxprefill.fingerprint import engine_facts
 from jaxprefill.kernels.device import describe_device
-from jaxprefill.plan import make_plan
 from jaxprefill.prefill.compiler import CompileJob, ExecutableRecord
 from jaxprefill.prefill.library import Library, make_store
 from jaxprefill.startup import OnCompiled, obtain, prepare
+from jaxprefill.tuning.chosen import choose_plan, user_results
 from jaxprefill.weights.locate import open_checkpoint
 
 
@@ -54,7 +54,7 @@ def precompile(
     """
     began = time.perf_counter()
     checkpoint = open_checkpoint(config.model)
-    plan = make_plan(config, checkpoint.config, describe_device())
+    plan = choose_plan(config, checkpoint.config, describe_device(), user_results())
     if plan.device.num_processes > 1:
         raise ConfigError(
             f"executables must be compiled by one process, not {plan.device.num_processes}: those "

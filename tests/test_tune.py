@@ -8,17 +8,20 @@ from typing import ClassVar
 import pytest
 
 from jaxprefill import engine as engine_module
+from jaxprefill import precompile as precompile_module
 from jaxprefill.cli import tuning as tuning_cli
 from jaxprefill.cli.main import main
 from jaxprefill.config import EngineConfig
 from jaxprefill.engine import Engine
 from jaxprefill.errors import ConfigError
+from jaxprefill.inspection import model as inspected_module
 from jaxprefill.kernels.device import describe_device
 from jaxprefill.plan import make_plan
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.store.folder import Store
+from jaxprefill.store.machine import user_store
 from jaxprefill.tuning import chosen
-from jaxprefill.tuning.chosen import TunedLadder, choose_plan, keep
+from jaxprefill.tuning.chosen import TunedLadder, choose_plan, keep, user_results
 from jaxprefill.tuning.costs import BucketCost
 from jaxprefill.tuning.ladder import Goal
 from jaxprefill.tuning.lengths import DISTRIBUTIONS, named, read_lengths, read_prompts, within
@@ -275,6 +278,28 @@ def planned(**options) -> str:
     with pytest.raises(Planned):
         Engine("tiny", on_planned=stop, **options)
     return described[0]
+
+
+def test_all_who_compile_take_the_tuned_ladder(tmp_path, monkeypatch, checkpoint):
+    """It lies in the user's own store, and what is compiled ahead is what an engine will run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for module in (engine_module, precompile_module, inspected_module):
+        monkeypatch.setattr(module, "open_checkpoint", lambda model: checkpoint)
+    assert user_results().folder == user_store()
+    config = EngineConfig(chunked_prefill_size=160)
+    held = checkpoint.config
+    keep(TUNED, held, make_plan(config, held, describe_device()), user_results())
+    found = []
+
+    def stop(checkpoint, plan):
+        found.append(plan.ladder.buckets)
+        raise Planned
+
+    monkeypatch.setattr(precompile_module, "prepare", stop)
+    with pytest.raises(Planned):
+        precompile_module.precompile(config, tmp_path / "out", on_compiled=lambda *_: None)
+    assert found == [TUNED.buckets] == [inspected_module.ModelSource(config).plan.ladder.buckets]
+    assert "buckets 8,24,160 (tuned" in planned(chunked_prefill_size=160)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import jax
 
 from jaxprefill.assembly import Assembly
 from jaxprefill.batch import Batch, BatchRow
-from jaxprefill.compat import program_text
 from jaxprefill.config import EngineConfig
 from jaxprefill.inspection.calls import Calls
 from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
@@ -20,7 +19,7 @@ from jaxprefill.inspection.thunks import THUNK_DUMP
 from jaxprefill.kernels.device import DeviceInfo, describe_device, known_rates, measure_rates
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
-from jaxprefill.plan import EnginePlan, make_plan
+from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import (
     CPU_OPTIONS,
@@ -32,6 +31,7 @@ from jaxprefill.prefill.compiler import (
     compile_job,
 )
 from jaxprefill.prefill.padding import pad
+from jaxprefill.tuning.chosen import choose_plan, user_results
 from jaxprefill.weights.locate import open_checkpoint
 
 # Without it XLA launches kernel by kernel while a profiler records.
@@ -109,7 +109,7 @@ class JobSource:
 
     def _text(self, name: str, stage: Stage) -> str | Missing:
         if stage == "hlo":
-            return program_text(self.compiled(name).call)
+            return self.compiled(name).hlo
         if stage in ("jaxpr", "stablehlo"):
             job = self.jobs[name]
             traced = jax.jit(job.function, donate_argnums=job.donated).trace(*job.arguments)
@@ -139,7 +139,7 @@ class ModelSource(JobSource):
         """
         checkpoint = open_checkpoint(config.model)
         device = describe_device()
-        self.plan = make_plan(config, checkpoint.config, device)
+        self.plan = choose_plan(config, checkpoint.config, device, user_results())
         super().__init__(plan_jobs(self.plan, checkpoint.tokenizer.vocab_size), chip_of(device))
 
     def full_buffer(self, name: str) -> Any:

@@ -10,16 +10,15 @@ import json
 import logging
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import jax
-import platformdirs
 
 from jaxprefill.config import EngineConfig, ModelConfig
 from jaxprefill.kernels.device import DeviceInfo, chip_name
 from jaxprefill.plan import EnginePlan, make_plan
 from jaxprefill.store.folder import Store
+from jaxprefill.store.machine import user_store
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def choose_plan(
 
 def user_results() -> Store:
     """The user's own store."""
-    return Store(Path(platformdirs.user_cache_dir("jaxprefill")) / "executables")
+    return Store(user_store())
 
 
 def keep(tuned: TunedLadder, model: ModelConfig, plan: EnginePlan, results: Results) -> None:
