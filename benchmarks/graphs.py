@@ -9,10 +9,10 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-_DUMP = "thunk_sequence_after_thunk_passes.txt"
-_THUNK = re.compile(r"^( *)\d+: (k\w+)", re.MULTILINE)
+from jaxprefill.inspection.thunks import THUNK_DUMP, read_graphs
+
 _UPDATED = re.compile(r"Updated command buffer in (\d+) .s; num_commands=(\d+)")
 
 
@@ -23,14 +23,6 @@ class GraphUse(NamedTuple):
     updates: int
     updated_nodes: dict[int, int]  # graph size -> updates
     update_us: int
-
-
-class ModuleGraphs(NamedTuple):
-    """CUDA graphs of one executable, the launches in them, and what runs outside them, by kind."""
-
-    graphs: int
-    nodes: int
-    outside: dict[str, int]
 
 
 class GraphLog:
@@ -64,16 +56,14 @@ class GraphLog:
             update_us=sum(us for us, _ in found),
         )
 
-    def of_module(self, name: str) -> ModuleGraphs:
-        """What the executable runs that XLA calls `jit_{name}`: the last compiled of that name."""
-        inside, outside = 0, collections.Counter[str]()
-        for path in sorted(self._folder.glob(f"*.jit_{name}.*{_DUMP}"), key=_module_number)[-1:]:
-            for indent, kind in _THUNK.findall(path.read_text(errors="replace")):
-                if indent:
-                    inside += 1
-                else:
-                    outside[kind] += 1
-        return ModuleGraphs(outside.pop("kCommandBuffer", 0), inside, dict(outside))
+    def of_module(self, name: str) -> dict[str, Any]:
+        """Graphs, launches in them and outside of the executable that XLA calls `jit_{name}`.
+
+        Of several of that name, the last that was compiled. Ready for JSON.
+        """
+        paths = sorted(self._folder.glob(f"*.jit_{name}.*{THUNK_DUMP}"), key=_module_number)
+        found = read_graphs("".join(path.read_text(errors="replace") for path in paths[-1:]))
+        return {"graphs": found.num_graphs, "nodes": found.num_nodes, "outside": found.outside}
 
 
 def _module_number(path: Path) -> int:

@@ -209,7 +209,7 @@ def graph_facts(log: GraphLog, path: str, key: "ShapeKey") -> dict[str, Any]:
     if path not in ("full", "decode"):
         return updates
     name = re.sub(r"\W+", "_", f"{path} {key}")
-    return updates | log.of_module(name)._asdict()
+    return updates | log.of_module(name)
 
 
 def measure(
@@ -379,7 +379,7 @@ def load_ladder(rig: "Rig", log: GraphLog | None) -> dict[str, Any]:
     }
     if log is not None:
         names = {str(key): re.sub(r"\W+", "_", f"full {key}") for key in keys}
-        found["graphs"] = {key: log.of_module(name)._asdict() for key, name in names.items()}
+        found["graphs"] = {key: log.of_module(name) for key, name in names.items()}
     return found
 
 

@@ -111,9 +111,3 @@ def use_compilation_cache(folder: str) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def program_text(compiled: Any) -> str:
-    """A compiled or loaded executable's program after XLA's optimisation, in the form of HLO."""
-    modules = compiled.runtime_executable().hlo_modules()
-    return "\n".join(module.to_string() for module in modules)

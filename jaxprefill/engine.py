@@ -18,7 +18,6 @@ from jaxprefill.admission import (
     naming_item,
 )
 from jaxprefill.arguments import as_params, as_prompts, is_list
-from jaxprefill.compat import program_text
 from jaxprefill.config import make_config
 from jaxprefill.embeddings import Matrix
 from jaxprefill.errors import JaxPrefillError, RequestError
@@ -249,7 +248,7 @@ class Engine:
                 f"got {executable!r:.120}",
                 param="executable",
             )
-        return program_text(programs[executable].call)
+        return programs[executable].hlo
 
     def describe_executables(self) -> str:
         """One line: how many were loaded, how many compiled, and what was wrong with stores."""

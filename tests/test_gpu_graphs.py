@@ -44,7 +44,7 @@ with tiny_engine(TinyCheckpoint(), prefill_buckets=(16, 32, 64), dtype=sys.argv[
         mix(made)
     use = log.read()
     stats = made.stats()
-    graphs = {name: log.of_module("_".join(name.split()))._asdict() for name in names}
+    graphs = {name: log.of_module("_".join(name.split())) for name in names}
     print(json.dumps({"graphs": graphs, "executions": use.executions, "updates": use.updates,
                       "passes": stats["passes"], "late": stats["compilations_after_ready"]}))
 """

@@ -1,16 +1,12 @@
 """lm-eval's own model class: its numbers are the Python API's, which transformers' are too."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
 from jaxprefill import SamplingParams
 from tests.folders import write_folder
-from tests.test_serve_clients import CHOOSING, DOCS, GENERATING, samples
+from tests.lm_eval_runs import CHOOSING, DOCS, GENERATING, run_lm_eval, samples
 from tests.tiny import SMALL, TinyCheckpoint
 
 pytestmark = [
@@ -31,23 +27,14 @@ metric_list: [{metric: word_perplexity, higher_is_better: false}]
 
 
 def test_its_tasks_run_offline(engine, tmp_path, compile_cache):
-    data, long = tmp_path / "data.jsonl", "abc é" * 60
+    long = "abc é" * 60
     docs = [doc | {"long": long[: 20 + 160 * index]} for index, doc in enumerate(DOCS)]
-    data.write_text("".join(f"{line}\n" for line in map(json.dumps, docs)), encoding="utf-8")
-    for name, task in (("choice", CHOOSING), ("text", GENERATING), ("rolling", ROLLING)):
-        (tmp_path / f"{name}.yaml").write_text(task.replace("DATA", str(data)))
     folder = write_folder(tmp_path / "model", TinyCheckpoint())
     small = SMALL | {"prefill_buckets": 32, "compile_cache": compile_cache}
     options = ",".join(f"{name}={value}" for name, value in small.items())
-    command = [sys.executable, "-m", "jaxprefill.offline.lm_eval", "--model", "jaxprefill"]
-    command += ["--model_args", f"model={folder},{options}"]
-    command += ["--tasks", "tiny_choice,tiny_text,tiny_rolling", "--include_path", str(tmp_path)]
-    command += ["--batch_size", "3", "--output_path", str(tmp_path / "out"), "--log_samples"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    ran = subprocess.run(
-        command, env=os.environ | offline, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    tasks = {"tiny_choice": CHOOSING, "tiny_text": GENERATING, "tiny_rolling": ROLLING}
+    module, arguments = "jaxprefill.offline.lm_eval", f"model={folder},{options}"
+    run_lm_eval(tmp_path, module, "jaxprefill", arguments, tasks, docs)
     encode = engine.tokenizer.encode
     for sample, doc in zip(samples(tmp_path, "tiny_choice"), docs, strict=True):
         for ((logprob, is_greedy),), choice in zip(sample["resps"], doc["choices"], strict=True):

@@ -16,6 +16,7 @@ import pytest
 
 from jaxprefill import SamplingParams
 from tests.folders import write_folder
+from tests.lm_eval_runs import CHOOSING, DOCS, GENERATING, run_lm_eval, samples
 from tests.test_serve import Server
 from tests.tiny import TinyCheckpoint
 
@@ -168,54 +169,13 @@ def test_openais_client_embeds(server, engine):
     assert found.usage.prompt_tokens == sum(map(len, PROMPTS[:3]))
 
 
-DOCS = [
-    {"question": "The sky is", "choices": [" blue", " green"], "label": 0},
-    {"question": "Two and two make", "choices": [" four", " fish", " é"], "label": 1},
-    {"question": "Answer:", "choices": ["A", " B"], "label": 1},
-]
-CHOOSING = """
-task: tiny_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{label}}"
-target_delimiter: ""
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
-GENERATING = """
-task: tiny_text
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{choices[0]}}"
-target_delimiter: ""
-generation_kwargs: {until: ["e"], max_gen_toks: 12, temperature: 0}
-metric_list: [{metric: bypass, aggregation: bypass, higher_is_better: true}]
-"""
-
-
 @pytest.mark.skipif(not find_spec("lm_eval"), reason="needs pip install -e '.[lm-eval]'")
 def test_lm_eval_works_without_a_tokenizer_of_its_own(server, engine, tmp_path):
     """It asks /tokenizer_info, /tokenize and /detokenize, and its numbers are the Python API's."""
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS), encoding="utf-8")
-    for name, task in (("choice", CHOOSING), ("text", GENERATING)):
-        (tmp_path / f"{name}.yaml").write_text(task.replace("DATA", str(data)))
     arguments = f"model=tiny,base_url={server.url}/v1/completions,max_length=160,num_concurrent=1"
-    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions"]
-    command += ["--model_args", f"{arguments},tokenizer_backend=remote"]
-    command += ["--tasks", "tiny_choice,tiny_text", "--include_path", str(tmp_path)]
-    command += ["--batch_size", "3", "--output_path", str(tmp_path / "out"), "--log_samples"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    ran = subprocess.run(
-        command, env=os.environ | offline, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    arguments += ",tokenizer_backend=remote"
+    tasks = {"tiny_choice": CHOOSING, "tiny_text": GENERATING}
+    run_lm_eval(tmp_path, "lm_eval", "local-completions", arguments, tasks, DOCS)
     encode = engine.tokenizer.encode
     for sample, doc in zip(samples(tmp_path, "tiny_choice"), DOCS, strict=True):
         for (answer,), choice in zip(sample["resps"], doc["choices"], strict=True):
@@ -227,13 +187,6 @@ def test_lm_eval_works_without_a_tokenizer_of_its_own(server, engine, tmp_path):
     for sample, doc in zip(samples(tmp_path, "tiny_text"), DOCS, strict=True):
         ids = encode(doc["question"], add_special_tokens=False)
         assert sample["resps"] == [[engine.generate(ids, greedy)[0].text]]
-
-
-def samples(folder, task: str) -> list[dict]:
-    """What lm-eval wrote for each document, in order."""
-    (path,) = folder.glob(f"out/**/samples_{task}_*.jsonl")
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return sorted((json.loads(line) for line in lines if line), key=lambda one: one["doc_id"])
 
 
 LITELLM = """

@@ -134,8 +134,7 @@ def _session(
             seconds = time.monotonic() - started
             note(f"{message.root} on {message.description}; ready in {seconds:.1f} s")
         else:
-            done = f"[{message.num_done:>{len(str(message.num_all))}}/{message.num_all}]"
-            note(f"{done} {message.name}: {message.seconds:.1f} s")
+            note(message.describe())
 
     engine = EngineProcess(
         config,

@@ -56,9 +56,7 @@ class _Reporter:
                 note(f"{message.root} on {message.description}")
             note(f"jaxprefill ready at {self.url} after {seconds:.1f} s")
         elif not self._is_quiet:
-            width = len(str(message.num_all))
-            done = f"[{message.num_done:>{width}}/{message.num_all}]"
-            note(f"{done} {message.name}: {message.seconds:.1f} s")
+            note(message.describe())
 
     def lost(self, reason: str) -> None:
         """The engine is started again."""

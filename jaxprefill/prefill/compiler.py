@@ -145,6 +145,11 @@ class Compiled:
     is_own: bool = False
     texts: dict[str, str] = field(default_factory=dict[str, str])
 
+    @property
+    def hlo(self) -> str:
+        """The program after XLA's optimisation."""
+        return self.call.as_text() or ""
+
 
 @runtime_checkable
 class Keeper(Protocol):
@@ -206,10 +211,12 @@ def compile_job(job: CompileJob, options: CompilerOptions, *, has_texts: bool = 
         output_bytes=memory.output_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
     )
-    texts = {"stablehlo": lowered.as_text(), "hlo": compiled.as_text() or ""} if has_texts else {}
-    return Compiled(
-        compiled, record, read_arguments(traced.jaxpr), traced.out_info, not counter.cached, texts
+    found = Compiled(
+        compiled, record, read_arguments(traced.jaxpr), traced.out_info, not counter.cached
     )
+    if not has_texts:
+        return found
+    return replace(found, texts={"stablehlo": lowered.as_text(), "hlo": found.hlo})
 
 
 def _obtain(job: CompileJob, options: CompilerOptions, keeper: Keeper) -> Compiled:

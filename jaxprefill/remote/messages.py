@@ -61,6 +61,11 @@ class Progress(msgspec.Struct, tag=True, array_like=True):
     num_done: int
     num_all: int
 
+    def describe(self) -> str:
+        """One line."""
+        done = f"[{self.num_done:>{len(str(self.num_all))}}/{self.num_all}]"
+        return f"{done} {self.name}: {self.seconds:.1f} s"
+
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
     """From the engine: it takes requests from now on."""
