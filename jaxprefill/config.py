@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxprefill.errors import ConfigError
 from jaxprefill.integers import parse_count, parse_counts
+from jaxprefill.moe_config import MoeConfig
 
 PrefillBackend = Literal["full", "layerwise", "eager"]
 NAMED_LADDERS = ("auto", "default", "upstream")
@@ -98,6 +99,7 @@ class ModelConfig:
         sliding_window: the most recent tokens a query sees, its own among them; None: all.
         sliding_layers: whether each layer has the window; empty: all have it.
         has_qk_norm: whether every head of q and k is RMS-normed before it is rotated.
+        moe: experts in the place of every layer's MLP, `mlp_size` columns each.
         classifier: the head over labels; such a model has no LM head.
         has_lm_head: whether there are logits of next tokens, or hidden rows only.
         num_shards: devices that share the model, in the config of one's part; the sizes are then
@@ -123,6 +125,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     activation: Activation = "silu"
+    moe: MoeConfig | None = None
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     classifier: ClassifierConfig | None = None
     has_lm_head: bool = True

@@ -287,6 +287,8 @@ def _resolve_pages(
 
 def _num_weights(model: ModelConfig) -> int:
     heads = (2 * model.num_q_heads + 2 * model.num_kv_heads) * model.head_dim
-    layer = model.hidden_size * (heads + 3 * model.mlp_size)
+    moe = model.moe
+    mlp = 3 * model.mlp_size if moe is None else moe.num_experts * (3 * model.mlp_size + 1)
+    layer = model.hidden_size * (heads + mlp)
     tables = 2 if model.has_own_head else 1
     return layer * model.num_layers + tables * model.vocab_size * model.hidden_size

@@ -23,7 +23,7 @@ TOP_LEVEL = {
 # Layers from the bottom up; a module may import its own layer and those below.
 LAYERS = [
     ["errors", "integers", "grammar"],
-    ["config", "request", "counters"],
+    ["config", "moe_config", "request", "counters"],
     ["batch", "chat_template", "tokenizer", "updates", "constraints"],
     ["kernels", "compat", "processes", "store", "cache.pages", "cache.prefix", "cache.spec"],
     ["models"],
@@ -52,6 +52,7 @@ HOST_ONLY = [
     "errors",
     "integers",
     "config",
+    "moe_config",
     "request",
     "batch",
     "counters",

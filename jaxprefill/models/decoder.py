@@ -14,10 +14,17 @@ Pools = tuple[Shaped[Array, "parts K P S D"], ...]
 
 
 class LayerInputs(NamedTuple):
-    """What every layer of a pass reads besides hidden state and cache."""
+    """What every layer of a pass reads besides hidden state and cache.
+
+    Attributes:
+        num_tokens: the real ones, which come first.
+        ids: token ids, those of tokens sampled on the device included.
+    """
 
     rotary: Float[Array, "2 T half"]
     batch: RaggedBatch
+    num_tokens: Int32[Array, ""]
+    ids: Int32[Array, " T"]
 
 
 class Fused(NamedTuple):

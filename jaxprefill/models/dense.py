@@ -24,6 +24,7 @@ from jaxprefill.models.layers import (
     rotary_table,
     rotate,
 )
+from jaxprefill.models.moe import MoeMlp
 from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.models.sharding import all_reduce, look_up
 
@@ -38,8 +39,11 @@ class DenseLayer(nnx.Module):
         self.config = config
         self.qkv = parameter((heads * config.head_dim, width), dtype, ("heads", None))
         self.output = parameter((width, attended), dtype, (None, "heads"))
-        self.gate_up = parameter((2 * config.mlp_size, width), dtype, ("mlp", None))
-        self.down = parameter((width, config.mlp_size), dtype, (None, "mlp"))
+        if config.moe is not None:
+            self.moe = MoeMlp(config, config.moe, dtype)
+        else:
+            self.gate_up = parameter((2 * config.mlp_size, width), dtype, ("mlp", None))
+            self.down = parameter((width, config.mlp_size), dtype, (None, "mlp"))
         if config.has_qkv_bias:
             self.qkv_bias = parameter((heads * config.head_dim,), dtype, ("heads",))
         if config.has_output_bias:
@@ -71,7 +75,7 @@ class DenseLayer(nnx.Module):
             hidden = hidden + self.output_of(attended.reshape(len(hidden), -1))
         with jax.named_scope("mlp.norm"):
             normed = rms_norm(hidden, norms[1], config.norm_eps)
-        return hidden + self.mlp(normed), (pool,)
+        return hidden + self.mlp(normed, inputs), (pool,)
 
     def project(
         self, normed: Float[Array, "T E"], inputs: LayerInputs
@@ -97,9 +101,11 @@ class DenseLayer(nnx.Module):
         out = all_reduce(linear(attended, self.output[...]), self.config)
         return out + self.output_bias[...] if self.config.has_output_bias else out
 
-    def mlp(self, normed: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        """What the MLP adds to the residual stream."""
+    def mlp(self, normed: Float[Array, "T E"], inputs: LayerInputs) -> Float[Array, "T E"]:
+        """What the MLP, or the experts, add to the residual stream."""
         config = self.config
+        if config.moe is not None:
+            return self.moe(normed, inputs.num_tokens)
         with jax.named_scope("mlp.gate_up"):
             gate_up = linear(normed, self.gate_up[...])
             if config.has_mlp_bias:
@@ -200,9 +206,12 @@ class DenseDecoder(nnx.Module):
         found = {
             "qkv": fused(qkv, "weight", qkv_rows),
             "output": fused((output,), "weight"),
-            "gate_up": fused(gate_up, "weight", (config.mlp_size,) * 2),
-            "down": fused((down,), "weight"),
         }
+        if config.moe is None:
+            found["gate_up"] = fused(gate_up, "weight", (config.mlp_size,) * 2)
+            found["down"] = fused((down,), "weight")
+        else:
+            found |= _expert_sources(f"{name}.mlp", config.moe.num_experts)
         if config.has_qkv_bias:
             found["qkv_bias"] = fused(qkv, "bias", qkv_rows)
         if config.has_output_bias:
@@ -214,3 +223,15 @@ class DenseDecoder(nnx.Module):
             norms = tuple(f"{name}.self_attn.{part}_norm.weight" for part in "qk")
             found["qk_norms"] = Fused(norms, is_stacked=True)
         return found
+
+
+def _expert_sources(name: str, num_experts: int) -> dict[str, Fused]:
+    """The sources of `MoeMlp`, with one tensor an expert and projection."""
+    experts = [f"{name}.experts.{expert}" for expert in range(num_experts)]
+    pairs = [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")]
+    down = [f"{expert}.down_proj.weight" for expert in experts]
+    return {
+        "moe.router": Fused((f"{name}.gate.weight",)),
+        "moe.gate_up": Fused(tuple(pairs), is_stacked=True),
+        "moe.down": Fused(tuple(down), is_stacked=True),
+    }

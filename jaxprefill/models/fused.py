@@ -12,6 +12,8 @@ def lacks_fusion(config: ModelConfig, *, platform: str, dtype: str) -> str | Non
         return "runs on one device"
     if config.has_output_bias or config.has_mlp_bias:
         return "takes no bias but that of qkv"
+    if config.moe is not None:
+        return "takes one MLP a layer, not experts"
     if config.activation != "silu":
         return f"takes silu, not {config.activation}"
     if config.rotary_dim != config.head_dim:

@@ -13,6 +13,7 @@ from jaxprefill.models.mistral import Mistral
 from jaxprefill.models.phi3 import Phi3
 from jaxprefill.models.qwen2 import Qwen2
 from jaxprefill.models.qwen3 import Qwen3
+from jaxprefill.models.qwen3_moe import Qwen3Moe
 
 ARCHITECTURES: dict[str, type[DenseDecoder]] = {
     "LlamaForCausalLM": Llama,
@@ -20,6 +21,7 @@ ARCHITECTURES: dict[str, type[DenseDecoder]] = {
     "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 
 

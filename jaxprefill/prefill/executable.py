@@ -113,10 +113,10 @@ class LayerwiseExecutable:
     def run(self, state: DeviceState, batch: Batch) -> None:
         """See `PrefillExecutable.run`."""
         buffer = place(pad(batch, self._body.layout), state.last_tokens.sharding)
-        rows, rotary = self._embed(state.leaves, state.last_tokens, buffer)
+        rows, rotary, ids = self._embed(state.leaves, state.last_tokens, buffer)
         norms = self._body.tree.leaf(state.leaves, "norms")
         for layer, leaves, index in self._layers:
-            rows, state.pools = layer(leaves, norms, rows, state.pools, index, rotary, buffer)
+            rows, state.pools = layer(leaves, norms, rows, state.pools, index, rotary, ids, buffer)
         state.hidden = self._finish(state.leaves, state.hidden, rows)
 
     @staticmethod
@@ -129,7 +129,8 @@ class LayerwiseExecutable:
         index = jax.ShapeDtypeStruct((), np.int32)
         norms = body.tree.leaf(state.leaves, "norms")
         own = body.tree.layer_leaves(state.leaves, 0)
-        layer = (own, norms, rows, state.pools, index, rotary, buffer)
+        ids = jax.ShapeDtypeStruct((tokens,), np.int32)
+        layer = (own, norms, rows, state.pools, index, rotary, ids, buffer)
         layer_specs = (EVERYWHERE, specs_of(state.pools))
         steps: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any]] = [
             ("embed", _Embed(body), (state.leaves, state.last_tokens, buffer), (), EVERYWHERE),
@@ -164,10 +165,10 @@ class _Step:
 class _Embed(_Step):
     def __call__(
         self, leaves: Leaves, last_tokens: Int32[Array, " C"], buffer: Int32[Array, " words"]
-    ) -> tuple[Float[Array, "T E"], Float[Array, "2 T half"]]:
+    ) -> tuple[Float[Array, "T E"], Float[Array, "2 T half"], Int32[Array, " T"]]:
         model, inputs = self.body.tree.bind(leaves), unpack(buffer, self.body.layout)
-        rows = model.embed(resolve_ids(inputs.ids, last_tokens))
-        return rows, model.rotary(inputs.positions)
+        ids = resolve_ids(inputs.ids, last_tokens)
+        return model.embed(ids), model.rotary(inputs.positions), ids
 
 
 class _Layer(_Step):
@@ -183,10 +184,12 @@ class _Layer(_Step):
         pools: Pools,
         index: Int32[Array, ""],
         rotary: Float[Array, "2 T half"],
+        ids: Int32[Array, " T"],
         buffer: Int32[Array, " words"],
     ) -> tuple[Float[Array, "T E"], Pools]:
         pair = jax.lax.dynamic_slice_in_dim(norms, 2 * index, 2)
-        inputs = LayerInputs(rotary, unpack(buffer, self.body.layout).batch)
+        batch = unpack(buffer, self.body.layout)
+        inputs = LayerInputs(rotary, batch.batch, batch.num_tokens, ids)
         return self.body.layer(self.spec, leaves, pair, rows, pools, index, inputs)
 
 

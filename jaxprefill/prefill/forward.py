@@ -97,10 +97,12 @@ class Body:
         """(pools, hidden) after the pass; both are donated. Rows past T keep their values."""
         model = self.tree.bind(leaves)
         inputs = unpack(buffer, self.layout)
+        ids = resolve_ids(inputs.ids, last_tokens)
         with jax.named_scope("rotary"):
-            layer_inputs = LayerInputs(model.rotary(inputs.positions), inputs.batch)
+            rotary = model.rotary(inputs.positions)
+        layer_inputs = LayerInputs(rotary, inputs.batch, inputs.num_tokens, ids)
         with jax.named_scope("embed"):
-            rows = model.embed(resolve_ids(inputs.ids, last_tokens))
+            rows = model.embed(ids)
         rows, pools = self._normed_layers(model, leaves, rows, pools, layer_inputs)
         return pools, write_hidden(hidden, rows)
 

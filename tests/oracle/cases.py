@@ -134,6 +134,20 @@ CASES = (
         ),
     ),
     OracleCase(
+        name="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        config=dict(
+            hidden_size=40,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=12,
+            moe_intermediate_size=12,
+            num_experts=10,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+        ),
+    ),
+    OracleCase(
         name="phi3_longrope_short",
         architecture="Phi3ForCausalLM",
         config=PHI3 | dict(sliding_window=30),
@@ -177,7 +191,8 @@ CLASSIFIERS = (
 )
 
 ROPE_POSITIONS = (0, 1, 63, 4095, 99_991, 131_071)
-ROPE_CASES = {case.name: case.hf for case in CASES if "dynamic" not in case.name} | {
+_NO_ROPE_OF_THEIR_OWN = ("mistral_window_dynamic", "qwen3_moe")
+ROPE_CASES = {case.name: case.hf for case in CASES if case.name not in _NO_ROPE_OF_THEIR_OWN} | {
     "default_head_128": CASES[0].hf
     | dict(hidden_size=512, num_attention_heads=4, head_dim=128, rope_scaling=None),
     "yarn_unrounded_with_mscale": CASES[0].hf

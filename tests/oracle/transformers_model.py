@@ -18,6 +18,7 @@ _MODEL_TYPES = {
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 
@@ -42,13 +43,29 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
     elif len(shape) == 1:
         values = rng.normal(size=shape) * 0.5
     else:
-        values = rng.normal(size=shape) * 2 * shape[1] ** -0.5
+        values = rng.normal(size=shape) * 2 * shape[-1] ** -0.5
     return values.astype(np.float16).astype(np.float32)
 
 
 def weights(model: PreTrainedModel) -> dict[str, np.ndarray]:
-    """What a checkpoint would hold: a tied head is stored once."""
-    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    """What a checkpoint would hold: a tied head is stored once, each expert's matrices apart."""
+    held: dict[str, np.ndarray] = {}
+    for name, parameter in model.named_parameters():
+        held |= _by_expert(name, parameter.detach().numpy())
+    return held
+
+
+def _by_expert(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Published checkpoints name experts one by one; transformers 5 stacks them when it loads."""
+    prefix, is_stack, part = name.partition(".experts.")
+    if not is_stack:
+        return {name: values}
+    parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+    return {
+        f"{prefix}.experts.{expert}.{one}.weight": matrix
+        for expert, stacked in enumerate(values)
+        for one, matrix in zip(parts, np.split(stacked, len(parts)), strict=True)
+    }
 
 
 def log_softmax(model: PreTrainedModel, ids: list[int]) -> np.ndarray:

@@ -1,0 +1,83 @@
+"""Tokens sorted by expert, in blocks of rows that one expert multiplies. Static shapes only.
+
+    choices   t0: e2 e0 | t1: e2 e1 | t2: padding        blocks of 2 rows
+    rows      [t0 .] e0 | [t1 .] e1 | [t0 t1] e2 | [. .] not planned
+
+Padding tokens are in no block, whatever their router says.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+_MAX_ROWS = 64
+
+
+class ExpertBlocks(NamedTuple):
+    """What each block holds.
+
+    Attributes:
+        tokens: the token in each row; T, which is none, where a block is not full.
+        experts: the expert of each block.
+        num_blocks: blocks that hold anything; the others come last.
+        rows: the row of each token's choices; N * B, which is none, for padding tokens.
+    """
+
+    tokens: Int32[Array, "N B"]
+    experts: Int32[Array, " N"]
+    num_blocks: Int32[Array, ""]
+    rows: Int32[Array, "T C"]
+
+
+def block_rows(num_choices: int, num_experts: int) -> int:
+    """Rows of a block: about what an expert gets where all get the same, a power of two."""
+    mean = -(-num_choices // num_experts)
+    return min(_MAX_ROWS, 1 << (mean - 1).bit_length())
+
+
+def block_capacity(num_choices: int, num_experts: int, rows: int) -> int:
+    """The most blocks that any routing needs."""
+    return (num_choices + min(num_choices, num_experts) * (rows - 1)) // rows
+
+
+def plan_blocks(
+    experts: Int32[Array, "T C"], num_tokens: Int32[Array, ""], num_experts: int, rows: int
+) -> ExpertBlocks:
+    """The blocks of the first `num_tokens` tokens' choices, `rows` rows each."""
+    tokens, chosen = experts.shape
+    num_choices = tokens * chosen
+    capacity = block_capacity(num_choices, num_experts, rows)
+    token = jnp.arange(num_choices, dtype=jnp.int32) // chosen
+    is_real = token < num_tokens
+    expert = jnp.where(is_real, experts.reshape(-1), num_experts)
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    counts = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
+    blocks = -(-counts // rows)
+    ends = jnp.cumsum(blocks)
+    # Where an expert's rows begin less its rank in sorted order: one look-up gives a row.
+    shift = (ends - blocks) * rows - (jnp.cumsum(counts) - counts)
+    ranked = expert[order]
+    row = jnp.arange(num_choices, dtype=jnp.int32) + shift[jnp.minimum(ranked, num_experts - 1)]
+    row = jnp.where(ranked < num_experts, row, capacity * rows)
+    held = jnp.full(capacity * rows, tokens, jnp.int32).at[row].set(token[order], mode="drop")
+    own = (jnp.arange(capacity)[:, None] >= ends).sum(1, dtype=jnp.int32)
+    return ExpertBlocks(
+        tokens=held.reshape(capacity, rows),
+        experts=jnp.minimum(own, num_experts - 1),
+        num_blocks=ends[-1],
+        rows=jnp.zeros(num_choices, jnp.int32).at[order].set(row).reshape(tokens, chosen),
+    )
+
+
+def combine(
+    outputs: Float[Array, "N B E"], blocks: ExpertBlocks, weights: Float[Array, "T C"]
+) -> Float[Array, "T E"]:
+    """The weighted sum of each token's experts, added in the order of its choices."""
+    flat = outputs.reshape(-1, outputs.shape[-1])
+    total = jnp.zeros((len(weights), flat.shape[-1]), jnp.float32)
+    for choice in range(weights.shape[1]):
+        row = blocks.rows[:, choice]
+        added = jnp.take(flat, row, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+        total += jnp.where(row < len(flat), weights[:, choice], 0)[:, None] * added
+    return total

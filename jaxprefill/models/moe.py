@@ -1,0 +1,128 @@
+"""A mixture of experts in the place of an MLP: routers, and what the chosen experts add up to.
+
+Routing takes the number of real tokens: padding is sent to no expert. Work grows with the chosen
+experts' rows, never with experts times tokens.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxprefill.config import ModelConfig
+from jaxprefill.models.expert_blocks import block_rows, combine, plan_blocks
+from jaxprefill.models.layers import WeightByLayer, gated_mlp, linear, parameter
+from jaxprefill.models.sharding import all_reduce
+from jaxprefill.moe_config import MoeConfig
+
+# The rows of one block and their expert -> what the expert makes of them.
+ExpertMlp = Callable[[Float[Array, "B E"], Int32[Array, ""]], Float[Array, "B E"]]
+
+
+class Routing(NamedTuple):
+    """The experts of every token and the weights of what they give."""
+
+    experts: Int32[Array, "T C"]
+    weights: Float[Array, "T C"]
+
+
+def route(
+    logits: Float[Array, "T X"],
+    moe: MoeConfig,
+    *,
+    bias: Float[Array, " X"] | None = None,
+    chosen: Int32[Array, "T C"] | None = None,
+) -> Routing:
+    """The best experts by score.
+
+    Args:
+        logits: the router's product.
+        moe: how they are scored and weighted.
+        bias: added to the scores for the choice, not for the weights (arXiv 2408.15664).
+        chosen: the experts where they are not chosen by score: a hash router's.
+    """
+    logits = logits.astype(jnp.float32)
+    if moe.scoring == "softmax":
+        scores = jax.nn.softmax(logits, axis=-1)
+    else:
+        scores = jnp.sqrt(jax.nn.softplus(logits))
+    if chosen is None:
+        ranked = scores if bias is None else scores + bias
+        chosen = lax.top_k(ranked, moe.num_chosen)[1]
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    if moe.is_normalized:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return Routing(chosen, weights * moe.scale)
+
+
+def run_experts(
+    rows: Float[Array, "T E"],
+    routing: Routing,
+    num_tokens: Int32[Array, ""],
+    num_experts: int,
+    mlp: ExpertMlp,
+) -> Float[Array, "T E"]:
+    """What the chosen experts give together; zeros for padding tokens.
+
+    A loop over the blocks that hold real tokens: each reads its expert's weights once.
+    """
+    tokens, chosen = routing.experts.shape
+    size = block_rows(tokens * chosen, num_experts)
+    with jax.named_scope("moe.plan"):
+        blocks = plan_blocks(routing.experts, num_tokens, num_experts, size)
+
+    def step(at: Int32[Array, ""], outputs: Float[Array, "N B E"]) -> Float[Array, "N B E"]:
+        taken = jnp.take(rows, blocks.tokens[at], axis=0, mode="fill", fill_value=0)
+        made = mlp(taken, blocks.experts[at]).astype(outputs.dtype)
+        return lax.dynamic_update_index_in_dim(outputs, made, at, 0)
+
+    with jax.named_scope("moe.experts"):
+        outputs = jnp.zeros((*blocks.tokens.shape, rows.shape[1]), jnp.float32)
+        outputs = lax.fori_loop(0, blocks.num_blocks, step, outputs)
+    with jax.named_scope("moe.combine"):
+        return combine(outputs, blocks, routing.weights)
+
+
+def expert_weight(
+    weight: Shaped[Array, "stacked rows columns"] | WeightByLayer,
+    expert: Int32[Array, ""],
+    num_parts: int = 1,
+) -> Shaped[Array, "outputs columns"]:
+    """One expert's matrix out of a stack that holds `num_parts` matrices for each expert."""
+
+    def pick(stack: Shaped[Array, "stacked rows columns"]) -> Shaped[Array, "outputs columns"]:
+        whole = stack.reshape(-1, num_parts * stack.shape[1], stack.shape[2])
+        return lax.dynamic_index_in_dim(whole, expert, keepdims=False)
+
+    return weight.apply(pick) if isinstance(weight, WeightByLayer) else pick(weight)
+
+
+class MoeMlp(nnx.Module):
+    """Router and experts, each a gated MLP, of one layer."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig, dtype: jnp.dtype) -> None:
+        """`gate_up` stacks gate and up of expert 0, of expert 1, and so on."""
+        width, size, count = config.hidden_size, config.mlp_size, moe.num_experts
+        self.config = config
+        self.moe = moe
+        self.router = parameter((count, width), dtype, (None, None))
+        self.gate_up = parameter((2 * count, size, width), dtype, (None, "mlp", None))
+        self.down = parameter((count, width, size), dtype, (None, None, "mlp"))
+
+    def __call__(
+        self, normed: Float[Array, "T E"], num_tokens: Int32[Array, ""]
+    ) -> Float[Array, "T E"]:
+        """What the MLP adds to the residual stream; only the first `num_tokens` rows count."""
+        with jax.named_scope("moe.router"):
+            routing = route(linear(normed, self.router[...]), self.moe)
+        made = run_experts(normed, routing, num_tokens, self.moe.num_experts, self._expert)
+        return all_reduce(made, self.config)
+
+    def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
+        gate_up = linear(rows, expert_weight(self.gate_up[...], expert, num_parts=2))
+        gated = gated_mlp(gate_up, self.config.activation)
+        return linear(gated, expert_weight(self.down[...], expert))
