@@ -108,16 +108,16 @@ def build(args: argparse.Namespace) -> "Rig":
     import jax.numpy as jnp
 
     from benchmarks.rig import MODELS, RigSizes, compile_paths, make_rig
-    from jaxprefill.kernels.attention import select_backend
+    from jaxprefill.kernels.attention import AttentionNeeds, select_backend
 
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    backend = select_backend(
-        args.attention,
+    needs = AttentionNeeds(
         platform=jax.default_backend(),
         dtype=dtype.name,
         page_size=args.page_size,
         head_dim=MODELS[args.shape].head_dim,
     )
+    backend = select_backend(args.attention, needs)
     cases = [Case.parse(text) for text in args.cases.split(",")]
     sizes = RigSizes(
         model=args.shape, num_slots=args.slots, max_context=args.max_context,

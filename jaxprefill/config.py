@@ -276,7 +276,7 @@ class EngineConfig:
             )
         for value in self.prefill_max_context:
             if value < 1:
-                raise ConfigError(f"prefill_max_context must be positive, got {value}")
+                raise ConfigError(f"prefill_max_context must be a positive integer, got {value}")
         if isinstance(self.prefill_buckets, str):
             _check_choice(
                 "prefill_buckets", self.prefill_buckets, (*NAMED_LADDERS, "counts like 16,64,256")

@@ -1,4 +1,4 @@
-"""Counts as people write them: `4096`, `200k` (200000), `256K` (262144), `25.6k`.
+"""Counts as people write them: `4096`, `200k` (200000), `256K` (262144), `25.6k` (25600).
 
 Lower-case suffixes are decimal, capitals binary, and only the decimal ones take a fraction
 (SGLang's rule for --context-bucket, PR 36534).
@@ -9,8 +9,12 @@ from typing import Any
 
 from jaxprefill.errors import ConfigError
 
-_SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-_COUNT = re.compile(r"([+-]?\d+)(?:\.(\d+))?([kKmMgG]?)")
+_SCALES = {"": 1} | {
+    suffix: base ** (power + 1)
+    for suffixes, base in (("kmgt", 1000), ("KMGT", 1024))
+    for power, suffix in enumerate(suffixes)
+}
+_COUNT = re.compile(r"([+-]?\d+)(?:\.(\d+))?([kKmMgGtT]?)")
 
 
 def parse_count(name: str, value: Any) -> int:

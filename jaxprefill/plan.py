@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxprefill.cache.spec import CacheSpec
 from jaxprefill.config import EngineConfig, ModelConfig
 from jaxprefill.errors import ConfigError
-from jaxprefill.kernels.attention import AttentionBackend, select_backend
+from jaxprefill.kernels.attention import AttentionBackend, AttentionNeeds, select_backend
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.decoder import attention_specs
 from jaxprefill.models.registry import model_class
@@ -27,6 +27,7 @@ from jaxprefill.prefill.buckets import (
     slot_buckets,
     upstream_buckets,
 )
+from jaxprefill.prefill.contexts import resolve_max_contexts
 from jaxprefill.prefill.padding import BufferLayout
 from jaxprefill.scheduler import SchedulerLimits
 
@@ -137,15 +138,16 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     is_cpu = device.platform == "cpu"
     dtype = _resolve_dtype(config, device)
     context = _resolve_context(config, model)
-    model = _served(model, context)
-    backend = select_backend(
-        config.attention_backend,
-        platform=device.platform,
-        dtype=dtype.name,
+    max_contexts = resolve_max_contexts(
+        config.prefill_max_context,
         page_size=config.page_size,
-        head_dim=model.head_dim,
-        specs=attention_specs(model),
+        model_context=model.context_length,
+        context=context,
+        is_used=config.prefill_backend != "eager",
     )
+    model = _served(model, context)
+    needs = _attention_needs(config, model, device, dtype, has_max=max_contexts != (context,))
+    backend = select_backend(config.attention_backend, needs)
     share = _resolve_share(config, model, device)
     max_running = config.max_running_requests or (16 if is_cpu else 64)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
@@ -167,7 +169,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         max_running=max_running,
         cache_spec=(spec := model_class(share).cache_spec(share)),
         num_pages=_resolve_pages(config, _num_weights(share), spec, device, dtype),
-        ladder=BucketLadder(buckets, slots, _resolve_max_contexts(config, context)),
+        ladder=BucketLadder(buckets, slots, max_contexts),
         decode_slots=row_counts,
         eager_ladder=BucketLadder(
             coarse_buckets(buckets[-1], factor=16 if is_cpu else 4), max_running, (context,)
@@ -181,6 +183,19 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
 def _resolve_dtype(config: EngineConfig, device: DeviceInfo) -> jnp.dtype:
     auto = "bfloat16" if device.has_bf16_matmul else "float32"
     return jnp.dtype(auto if config.dtype == "auto" else config.dtype)
+
+
+def _attention_needs(
+    config: EngineConfig, model: ModelConfig, device: DeviceInfo, dtype: jnp.dtype, *, has_max: bool
+) -> AttentionNeeds:
+    return AttentionNeeds(
+        platform=device.platform,
+        dtype=dtype.name,
+        page_size=config.page_size,
+        head_dim=model.head_dim,
+        specs=attention_specs(model),
+        has_max_context=has_max,
+    )
 
 
 def _resolve_share(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> ModelConfig:
@@ -244,19 +259,6 @@ def _resolve_buckets(config: EngineConfig, reach: int, *, is_cpu: bool) -> tuple
             f"tokens, got {buckets[-1]}; name smaller ones"
         )
     return buckets
-
-
-def _resolve_max_contexts(config: EngineConfig, context: int) -> tuple[int, ...]:
-    """Each value rounded up to a page (SGLang PR 36534); none means the whole context."""
-    page = config.page_size
-    rounded = tuple(-(-value // page) * page for value in config.prefill_max_context)
-    for value in rounded:
-        if value > context:
-            raise ConfigError(
-                f"prefill_max_context must be at most the context length {context}, "
-                f"got {value} (rounded up to pages of {page})"
-            )
-    return rounded or (context,)
 
 
 def _resolve_pages(

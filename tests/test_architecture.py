@@ -70,6 +70,7 @@ HOST_ONLY = [
     "cache.prefix",
     "cache.spec",
     "prefill.buckets",
+    "prefill.contexts",
     "prefill.policy",
     "tuning.search",
     "tuning.lengths",

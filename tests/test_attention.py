@@ -1,7 +1,7 @@
 """Every attention backend against the dense reference, on every named case."""
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxprefill.errors import ConfigError, KernelUnsupported
-from jaxprefill.kernels.attention import plan_tiles, select_backend
-from jaxprefill.kernels.attention.api import CAUSAL, NO_ROW, as_numbers, as_stored, pool_dtype
+from jaxprefill.kernels.attention import AttentionNeeds, plan_tiles, select_backend
+from jaxprefill.kernels.attention.api import NO_ROW, as_numbers, as_stored, pool_dtype
+from jaxprefill.kernels.attention.capabilities import (
+    CAUSAL,
+    AttentionSpec,
+    Capabilities,
+    combined,
+)
 from jaxprefill.kernels.attention.cases import CASES, AttentionCase, make_inputs
+from jaxprefill.kernels.attention.hybrid import hybrid
 from jaxprefill.kernels.attention.reference import read_pages, reference_attention
 from jaxprefill.kernels.attention.select import BACKENDS
 from jaxprefill.kernels.attention.tiles import tile_capacity
+from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.prefill.compiler import CPU_OPTIONS
 
 PLATFORM = jax.default_backend()
@@ -59,8 +67,9 @@ def backend(request):
 @functools.cache
 def compiled(backend, case, dtype):
     """The op at a case's shape; the pool is donated."""
-    if case.window is not None and not backend.capabilities.has_window:
-        pytest.skip(f"{backend.name} has no sliding window")
+    lack = backend.lacks(replace(FITS, platform=PLATFORM, specs=(case.spec,)))
+    if lack is not None:
+        pytest.skip(f"{backend.name} {lack}")
     inputs = make_inputs(case, backend)
     function = jax.jit(backend.make(inputs.tiles, case.spec), donate_argnums=3)
     return function.lower(*arguments(inputs, dtype)).compile(FAST_COMPILE)
@@ -68,7 +77,9 @@ def compiled(backend, case, dtype):
 
 def arguments(inputs, dtype):
     arrays = (jnp.asarray(getattr(inputs, name).astype(dtype)) for name in ("q", "k", "v"))
-    return (*arrays, stored(inputs.pool, dtype), inputs.batch, jnp.int32(inputs.first_page))
+    sinks = () if inputs.sinks is None else (jnp.asarray(inputs.sinks),)
+    first = jnp.int32(inputs.first_page)
+    return (*arrays, stored(inputs.pool, dtype), inputs.batch, first, *sinks)
 
 
 def stored(pool, dtype):
@@ -112,7 +123,7 @@ def expected(case, inputs, dtype):
         rows = pool[:, :, pages].reshape(2, case.kv_heads, -1, case.head_dim)[:, :, :kv_len]
         keys, values = rows.swapaxes(1, 2)
         q = held.q[start : start + q_len]
-        parts.append(np.asarray(reference(q, keys, values, case.spec)))
+        parts.append(np.asarray(reference(q, keys, values, case.spec, inputs.sinks)))
         start += q_len
     return np.concatenate(parts)
 
@@ -255,16 +266,19 @@ def test_tiles_cover_each_token_once_within_capacity(q_lens, tile_q):
     assert len(slots) <= tile_capacity(sum(q_lens), len(q_lens), tile_q)
 
 
+FITS = AttentionNeeds(platform="cpu", dtype="float32", page_size=16, head_dim=64)
+
+
 def test_auto_and_the_name_select_a_backend_that_fits():
-    needs = dict(platform="cpu", dtype="float32", page_size=16, head_dim=64)
-    assert select_backend("auto", **needs) is select_backend("xla", **needs)
+    assert select_backend("auto", FITS) is select_backend("xla", FITS) is XLA
 
 
-def test_an_unknown_backend_name_is_refused_with_the_known_ones():
+@pytest.mark.parametrize("name", ["flash", "xla+flash", "xla+xla+xla", ""])
+def test_an_unknown_backend_name_is_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError) as caught:
-        select_backend("flash", platform="cpu", dtype="float32", page_size=16, head_dim=64)
+        select_backend(name, FITS)
     assert all(backend.name in str(caught.value) for backend in BACKENDS)
-    assert "'flash'" in str(caught.value)
+    assert repr(name) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -276,10 +290,69 @@ def test_an_unknown_backend_name_is_refused_with_the_known_ones():
     ],
 )
 def test_refusal_lists_every_candidate_and_its_reason(needs, reason):
-    fits = dict(platform="cpu", dtype="float32", page_size=16, head_dim=64)
     with pytest.raises(KernelUnsupported) as caught:
-        select_backend("auto", **(fits | needs))
+        select_backend("auto", replace(FITS, **needs))
     message = str(caught.value)
     assert reason in message
     for backend in BACKENDS:
-        assert f"{backend.name} {backend.capabilities.lacks(**(fits | needs))}" in message
+        assert f"{backend.name} {backend.lacks(replace(FITS, **needs))}" in message
+
+
+# Of each capability: what a backend that lacks it declares, and needs that then fail.
+LACKING = {
+    "platforms": (frozenset({"tpu"}), {}),
+    "dtypes": (frozenset({"float16"}), {}),
+    "max_page_size": (8, {}),
+    "head_dims": (frozenset({32}), {}),
+    "has_window": (False, dict(specs=(CAUSAL, AttentionSpec(window=5)))),
+    "has_soft_cap": (False, dict(specs=(AttentionSpec(soft_cap=50.0),))),
+    "has_sinks": (False, dict(specs=(AttentionSpec(has_sinks=True),))),
+    "has_max_context": (False, dict(has_max_context=True)),
+    "takes_any_tiles": (False, None),  # asked by `hybrid` alone
+}
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(Capabilities)])
+def test_every_capability_is_checked_and_wrappers_forward_it(name):
+    value, needs = LACKING[name]
+    poor = replace(XLA, name="poor", capabilities=replace(XLA.capabilities, **{name: value}))
+    assert getattr(combined(XLA.capabilities, poor.capabilities), name) == (
+        value
+        if not isinstance(value, frozenset)
+        else value & (getattr(XLA.capabilities, name) or value)
+    )
+    if needs is None:
+        with pytest.raises(ConfigError, match="any tiles"):
+            hybrid(poor, replace(poor, name="other"))
+        return
+    asked = replace(FITS, **needs)
+    reason = poor.lacks(asked)
+    assert reason and XLA.lacks(asked) is None
+    assert hybrid(poor, XLA).lacks(asked) is not None
+    # The part that serves no window needs none.
+    assert (hybrid(XLA, poor).lacks(asked) is None) == (name == "has_window")
+
+
+def test_a_new_kind_of_capability_must_say_how_it_joins():
+    with pytest.raises(TypeError, match="max_page_size"):
+        combined(XLA.capabilities, replace(XLA.capabilities, max_page_size="many"))
+
+
+def test_a_hybrid_routes_each_layer_and_is_as_good_as_its_parts():
+    seen = []
+
+    def part(name):
+        def make(shape, spec):
+            seen.append((name, spec.window))
+            return XLA.make(shape, spec)
+
+        return replace(XLA, name=name, make=make)
+
+    both = hybrid(part("one"), part("two"))
+    assert both.name == "one+two"
+    for case in (each for each in CASES if each.name in ("plain", "window_of_one")):
+        inputs = make_inputs(case, both)
+        found, _ = run(both, case, "float32", inputs)
+        wanted = expected(case, inputs, "float32")
+        np.testing.assert_allclose(found[: len(wanted)], wanted, atol=2e-5)
+    assert seen == [("two", None), ("one", 1)]

@@ -1,10 +1,15 @@
 """Options: parsing, ranges, and what they resolve to."""
 
+import logging
+from dataclasses import replace
+
 import pytest
 
 from jaxprefill.config import EngineConfig, ModelConfig, RopeConfig, make_config
 from jaxprefill.errors import ConfigError, KernelUnsupported
 from jaxprefill.integers import parse_count, parse_counts
+from jaxprefill.kernels.attention import select
+from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.plan import make_plan
@@ -23,6 +28,8 @@ GPU = DeviceInfo(platform="gpu", kind="H200", memory_bytes=140 * 2**30, has_bf16
         ("25.6k", 25_600),
         ("1M", 2**20),
         ("1.5m", 1_500_000),
+        ("2t", 2 * 10**12),
+        ("2T", 2**41),
         (7, 7),
         (" 8 ", 8),
     ],
@@ -129,6 +136,28 @@ def test_max_contexts_are_rounded_up_to_a_page_and_checked_after():
         plan(prefill_max_context="9000")
     with pytest.raises(ConfigError, match="704"):
         plan(model=tiny_config(context_length=700), prefill_max_context="700")
+    with pytest.raises(ConfigError, match="context_length, 700, the width"):
+        plan(context_length=700, prefill_max_context="700")
+    assert plan(context_length=700, prefill_max_context="688").ladder.max_contexts == (688,)
+
+
+def test_rounding_is_logged_and_what_no_executable_uses_is_warned_about(caplog):
+    with caplog.at_level(logging.INFO):
+        plan(prefill_max_context="112,100")
+        found = plan(prefill_max_context="100", prefill_backend="eager")
+    told = [record.getMessage() for record in caplog.records]
+    assert any("100 is rounded up to whole pages: 112" in line for line in told)
+    assert any("up to 112;" in line for line in told), "the same value is one shape"
+    assert found.ladder.max_contexts == (8192,)
+    assert [r.levelname for r in caplog.records if "ignored" in r.getMessage()] == ["WARNING"]
+
+
+def test_a_backend_that_is_not_bounded_by_a_max_context_fails_at_start_up(monkeypatch):
+    poor = replace(XLA, capabilities=replace(XLA.capabilities, has_max_context=False))
+    monkeypatch.setattr(select, "BACKENDS", (poor,))
+    assert plan(prefill_max_context="8192").backend is poor, "the whole context is no bound"
+    with pytest.raises(KernelUnsupported, match="xla is not bounded by prefill_max_context"):
+        plan(prefill_max_context="100")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.device_state import StateShapes
-from jaxprefill.kernels.attention import select_backend
+from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.models.llama import Llama
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
@@ -38,8 +38,7 @@ def compiled_body(*, is_looped):
     """(executable, its record, the arrays it takes)."""
     mesh, dtype = make_mesh(), jnp.dtype("float32")
     tree = model_tree(CONFIG, dtype, mesh)
-    backend = select_backend("xla", platform="cpu", dtype="float32", page_size=PAGE, head_dim=16)
-    tiles = backend.tile_shape(*KEY, page_size=PAGE, is_decode=False)
+    tiles = XLA.tile_shape(*KEY, page_size=PAGE, is_decode=False)
     layout = BufferLayout(KEY, tiles, PAGE)
     rng = np.random.default_rng(0)
     leaves = tuple(
@@ -55,7 +54,7 @@ def compiled_body(*, is_looped):
     )
     buffer = pad(Batch(rows=rows, is_decode=False), layout)
     arguments = (leaves, pools, hidden, jnp.zeros(2, jnp.int32), buffer)
-    body = Body(tree, backend, layout, is_looped=is_looped)
+    body = Body(tree, XLA, layout, is_looped=is_looped)
     whole = jax.eval_shape(lambda *args: args, *arguments)
     names = ("leaves", "pools", "hidden", "last_tokens")
     state = StateShapes(**dict(zip(names, whole, strict=False)), head=None, history=None, bias=None)

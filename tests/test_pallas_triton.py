@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxprefill.kernels.attention import pallas_triton
 from jaxprefill.kernels.attention.api import NO_ROW
+from jaxprefill.kernels.attention.capabilities import AttentionSpec
 from jaxprefill.kernels.attention.cases import CASES, AttentionCase, make_inputs
 from jaxprefill.kernels.attention.pallas_triton import (
     PALLAS_TRITON,
@@ -38,7 +39,10 @@ SPLIT_CASES = (
     ),
 )  # fmt: skip
 SUPPORTED = tuple(
-    case for case in (*CASES, *SPLIT_CASES) if case.head_dim & (case.head_dim - 1) == 0
+    case
+    for case in (*CASES, *SPLIT_CASES)
+    if case.head_dim & (case.head_dim - 1) == 0
+    and case.spec == AttentionSpec(case.window)  # it caps no scores and has no sinks
 )
 SHARED_CASE = AttentionCase(name="shared", q_lens=(20, 1, 2), kv_lens=(36, 16, 32))
 # Interpretation takes seconds a case: the rest is marked slow.

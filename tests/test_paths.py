@@ -1,6 +1,7 @@
 """Full, layerwise and eager give one answer; every fallback is counted; nothing compiles late."""
 
 import logging
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,13 @@ import numpy as np
 import pytest
 
 from jaxprefill import SamplingParams
+from jaxprefill.assembly import Assembly
 from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.errors import CapacityError, CompileError, FallbackError, RequestError
-from jaxprefill.prefill.compiler import CompileJob, compile_all
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.prefill.buckets import BucketLadder
+from jaxprefill.prefill.compiler import CPU_OPTIONS, CompileJob, compile_all
 from jaxprefill.prefill.padding import NO_ROW, pad
 from tests.reference import greedy, prompt_logprobs
 from tests.tiny import TinyCheckpoint, tiny_engine
@@ -51,6 +56,33 @@ def check_backend(made, checkpoint, path):
     )
     # Other engines of this process may have compiled before, so the count is compared.
     assert after["compilations_after_ready"] == before["compilations_after_ready"]
+
+
+def test_the_max_context_changes_no_answer(engine):
+    """One chunk behind a cached prefix, through three max contexts and the eager path."""
+    plan, core = engine.plan, engine._core
+    mesh = make_mesh(1)
+    tree = model_tree(plan.model, plan.dtype, mesh)
+    assembly = Assembly(plan, tree, mesh, num_valid=plan.model.vocab_size)
+    ladder = BucketLadder((8,), plan.ladder.num_slots, (256, 1024, 2048))
+    compiled = compile_all(
+        assembly.prefill_jobs(ladder), options=CPU_OPTIONS, num_threads=2, on_done=lambda _: None
+    )
+    executables = {
+        **assembly.prefill_executables(ladder, core.state, compiled),
+        **core.prefill._fallback,
+    }
+    pages = [7, 3, 11, 1, 60]
+    for cached in (row(0, 32, pages), replace(row(1, 1, pages), kv_len=33)):
+        core.prefill.run(core.state, Batch(rows=(cached,), is_decode=False))
+    chunk = Batch(rows=(replace(row(2, 6, pages), kv_len=39),), is_decode=False)
+    found = {}
+    for key, executable in executables.items():
+        executable.run(core.state, chunk)
+        found[str(key)] = np.asarray(core.state.hidden)[:6].copy()
+    assert {"8x4x256", "8x4x1024", "8x4x2048", "32x4x160"} <= set(found)
+    for key, hidden in found.items():
+        np.testing.assert_allclose(hidden, found["8x4x256"], atol=1e-4, err_msg=key)
 
 
 def test_one_context_more_than_the_maximum_falls_back_and_says_so(checkpoint, caplog):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
+from jaxprefill.kernels.attention.capabilities import AttentionNeeds, AttentionSpec, Capabilities
 from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape
 
 
@@ -28,68 +29,32 @@ class RaggedBatch(NamedTuple):
     num_tiles: Int32[Array, ""]
 
 
-class AttentionSpec(NamedTuple):
-    """What a kind of layer asks of attention beyond causality; static, so compiled in.
+@runtime_checkable
+class Attend(Protocol):
+    """One layer's attention: writes the new K and V into the pool, then attends."""
 
-    Attributes:
-        window: the most recent keys a query sees, its own among them; None: all.
-    """
-
-    window: int | None = None
-
-
-CAUSAL = AttentionSpec()
-
-
-# One layer's attention: writes the new K and V into the pool [2, K, P, S, D], then attends.
-# (q [T, H, D], k [T, K, D], v [T, K, D], pool, batch, first_page) -> (out [T, H, D], pool);
-# first_page is where the layer's pages begin in the pool. The pool must be donated or dead; it
-# holds numbers, or bfloat16 by its bits (see `pool_dtype`).
-Attend = Callable[
-    [
-        Float[Array, "T H D"],
-        Float[Array, "T K D"],
-        Float[Array, "T K D"],
-        Shaped[Array, "2 K P S D"],
-        RaggedBatch,
-        Int32[Array, ""],
-    ],
-    tuple[Float[Array, "T H D"], Shaped[Array, "2 K P S D"]],
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """What a backend can serve; compared with what a model needs at start-up."""
-
-    platforms: frozenset[str]
-    dtypes: frozenset[str]
-    max_page_size: int
-    head_dims: frozenset[int] | None = None  # None: any
-    has_window: bool = False
-
-    def lacks(
+    def __call__(
         self,
-        *,
-        platform: str,
-        dtype: str,
-        page_size: int,
-        head_dim: int,
-        spec: AttentionSpec = CAUSAL,
-    ) -> str | None:
-        """The first need that is not met, in words, or None."""
-        if platform not in self.platforms:
-            return f"runs on {', '.join(sorted(self.platforms))}, not on {platform}"
-        if dtype not in self.dtypes:
-            return f"takes {', '.join(sorted(self.dtypes))}, not {dtype}"
-        if page_size > self.max_page_size:
-            return f"takes pages of up to {self.max_page_size} tokens, not {page_size}"
-        if self.head_dims is not None and head_dim not in self.head_dims:
-            known = ", ".join(map(str, sorted(self.head_dims)))
-            return f"takes head dims {known}, not {head_dim}"
-        if spec.window is not None and not self.has_window:
-            return f"has no sliding window, and {spec.window} is asked"
-        return None
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T K D"],
+        v: Float[Array, "T K D"],
+        pool: Shaped[Array, "2 K P S D"],
+        batch: RaggedBatch,
+        first_page: Int32[Array, ""],
+        sinks: Float[Array, " H"] | None = None,
+    ) -> tuple[Float[Array, "T H D"], Shaped[Array, "2 K P S D"]]:
+        """(out, pool).
+
+        Args:
+            q: of the new tokens, rotated.
+            k: likewise.
+            v: of the new tokens.
+            pool: donated or dead; numbers, or bfloat16 by its bits (see `pool_dtype`).
+            batch: who owns which tokens and pages.
+            first_page: where the layer's pages begin in the pool.
+            sinks: of each query head, if the spec has them.
+        """
+        ...
 
 
 @runtime_checkable
@@ -111,6 +76,10 @@ class AttentionBackend:
     capabilities: Capabilities
     tile_shape: ChooseTiles
     make: Callable[[TileShape, AttentionSpec], Attend]
+
+    def lacks(self, needs: AttentionNeeds) -> str | None:
+        """The first need that is not met, in words, or None."""
+        return self.capabilities.lacks(needs)
 
 
 def pool_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jaxprefill.kernels.attention.api import AttentionBackend, AttentionSpec, RaggedBatch
+from jaxprefill.kernels.attention.api import AttentionBackend, RaggedBatch
+from jaxprefill.kernels.attention.capabilities import AttentionSpec
 from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, plan_tiles
 
 NUM_LAYERS = 2  # layers whose pages the pool holds; the inputs address the second
@@ -22,7 +23,7 @@ class AttentionCase:
     Attributes:
         num_tokens, num_slots, max_context: the compiled shape, padding included.
         is_decode: every request has one new token, in the row of its slot.
-        window: keys a query sees; None: all.
+        window, soft_cap, has_sinks: see `AttentionSpec`.
     """
 
     name: str
@@ -37,6 +38,8 @@ class AttentionCase:
     max_context: int = 512
     is_decode: bool = False
     window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -49,7 +52,7 @@ class AttentionCase:
     @property
     def spec(self) -> AttentionSpec:
         """What the case asks beyond causality."""
-        return AttentionSpec(self.window)
+        return AttentionSpec(self.window, self.soft_cap, self.has_sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ class AttentionInputs:
     Attributes:
         pages: each request's pages in order, counted from `first_page`.
         spare_pages: pages of no request, counted likewise.
+        sinks: if the case has them.
     """
 
     tiles: TileShape
@@ -70,6 +74,7 @@ class AttentionInputs:
     first_page: int
     pages: tuple[tuple[int, ...], ...]
     spare_pages: tuple[int, ...]
+    sinks: Float32[np.ndarray, " H"] | None = None
 
 
 def make_inputs(
@@ -108,6 +113,7 @@ def make_inputs(
         first_page=num_pages,
         pages=pages,
         spare_pages=tuple(order[-_NUM_SPARE_PAGES:]),
+        sinks=draw(case.q_heads, scale=2.0) if case.has_sinks else None,
     )
 
 
@@ -213,4 +219,6 @@ CASES: tuple[AttentionCase, ...] = (
     _decode("decode_window_uneven", 300, 1, 129, 17, 128, 500, num_slots=8, window=100),
     _decode("decode_window_starts_at_key_block", 256, 257, 255, 64, num_slots=4, window=128),
     _decode("decode_window_of_one", 130, 1, num_slots=4, page_size=1, window=1),
+    _prefill("soft_cap_and_sinks", 37, 5, prefix=140, window=100, soft_cap=1.5, has_sinks=True),
+    _decode("decode_soft_cap_and_sinks", 300, 1, 129, num_slots=4, soft_cap=1.5, has_sinks=True),
 )

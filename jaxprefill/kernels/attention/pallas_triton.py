@@ -32,14 +32,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from jaxprefill.kernels.attention.api import (
-    CAUSAL,
-    Attend,
-    AttentionBackend,
-    AttentionSpec,
-    Capabilities,
-    RaggedBatch,
-)
+from jaxprefill.kernels.attention.api import Attend, AttentionBackend, RaggedBatch
+from jaxprefill.kernels.attention.capabilities import CAUSAL, AttentionSpec, Capabilities
 from jaxprefill.kernels.attention.rotation import norm_and_rotate
 from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, tile_capacity
 
@@ -182,7 +176,8 @@ def make_attend(
 ) -> Attend:
     """Attention of one compiled shape; `interpret` runs it on any device, slowly."""
 
-    def write_and_attend(q, k, v, pool, batch, first_page):  # pyright: ignore
+    def write_and_attend(q, k, v, pool, batch, first_page, sinks=None):  # pyright: ignore
+        assert sinks is None, "the capabilities name no sinks"
         sizes = _sizes(shape, spec, q.shape, pool, interpret=interpret)
         out, pool, _ = _attend(sizes, _Separate(q, k, v), pool, batch, first_page, None)
         return out, pool
@@ -590,6 +585,7 @@ PALLAS_TRITON = AttentionBackend(
         max_page_size=_MAX_PAGE_SIZE,
         head_dims=frozenset({16, 32, 64, 128, 256}),  # sides of a Triton dot: powers of two
         has_window=True,
+        has_max_context=True,
     ),
     tile_shape=_tile_shape,
     make=make_attend,

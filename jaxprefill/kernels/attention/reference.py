@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from jaxprefill.kernels.attention.api import CAUSAL, AttentionSpec, as_numbers
+from jaxprefill.kernels.attention.api import as_numbers
+from jaxprefill.kernels.attention.capabilities import CAUSAL, AttentionSpec
 
 
 def reference_attention(
@@ -13,17 +14,24 @@ def reference_attention(
     keys: Float[Array, "k K D"],
     values: Float[Array, "k K D"],
     spec: AttentionSpec = CAUSAL,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "q H D"]:
     """Causal attention of the last `q` of `k` positions; scores and sums in float32."""
     group = q.shape[1] // keys.shape[1]
     keys = jnp.repeat(keys.astype(jnp.float32), group, axis=1)  # [k, H, D]
     values = jnp.repeat(values.astype(jnp.float32), group, axis=1)
     scores = jnp.einsum("qhd,khd->hqk", q.astype(jnp.float32), keys) * q.shape[-1] ** -0.5
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     position = jnp.arange(len(keys))[None] - (len(keys) - len(q))
     distance = jnp.arange(len(q))[:, None] - position
     visible = distance >= 0 if spec.window is None else (distance >= 0) & (distance < spec.window)
     scores = jnp.where(visible, scores, -jnp.inf)
-    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), values).astype(q.dtype)
+    if sinks is not None:  # a key more, whose value is zero
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : len(keys)]
+    return jnp.einsum("hqk,khd->qhd", weights, values).astype(q.dtype)
 
 
 def read_pages(

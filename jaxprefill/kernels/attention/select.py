@@ -1,45 +1,43 @@
 """The ordered list of attention backends, and the choice among them at start-up."""
 
 from jaxprefill.errors import ConfigError, KernelUnsupported
-from jaxprefill.kernels.attention.api import CAUSAL, AttentionBackend, AttentionSpec
+from jaxprefill.kernels.attention.api import AttentionBackend
+from jaxprefill.kernels.attention.capabilities import AttentionNeeds
+from jaxprefill.kernels.attention.hybrid import hybrid
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
 
 BACKENDS: tuple[AttentionBackend, ...] = (PALLAS_TRITON, XLA)
 
 
-def select_backend(
-    name: str,
-    *,
-    platform: str,
-    dtype: str,
-    page_size: int,
-    head_dim: int,
-    specs: tuple[AttentionSpec, ...] = (CAUSAL,),
-) -> AttentionBackend:
-    """The named backend, or with "auto" the first that fits; `specs` lists what layers ask.
+def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
+    """The named backend, or with "auto" the first that fits.
+
+    Args:
+        name: auto, a backend, or two joined by + (layers with a sliding window + other layers).
+        needs: what device and model ask.
 
     Raises:
         ConfigError: no backend has that name.
         KernelUnsupported: none fits; lists every candidate with its reason.
     """
-    candidates = [backend for backend in BACKENDS if name in ("auto", backend.name)]
-    if not candidates:
-        known = ", ".join(backend.name for backend in BACKENDS)
-        raise ConfigError(f"attention_backend must be auto or one of {known}, got {name!r}")
-    reasons: list[str] = []
+    candidates = BACKENDS if name == "auto" else (_named(name),)
+    lacks = {backend.name: backend.lacks(needs) for backend in candidates}
     for backend in candidates:
-        lacks = (
-            backend.capabilities.lacks(
-                platform=platform, dtype=dtype, page_size=page_size, head_dim=head_dim, spec=spec
-            )
-            for spec in specs
-        )
-        lack = next((lack for lack in lacks if lack), None)
-        if lack is None:
+        if lacks[backend.name] is None:
             return backend
-        reasons.append(f"{backend.name} {lack}")
     raise KernelUnsupported(
-        f"no attention backend can serve {dtype} on {platform} with pages of {page_size} and "
-        f"head dim {head_dim}: " + "; ".join(reasons)
+        f"no attention backend can serve {needs}: "
+        + "; ".join(f"{candidate} {lack}" for candidate, lack in lacks.items())
     )
+
+
+def _named(name: str) -> AttentionBackend:
+    known = {backend.name: backend for backend in BACKENDS}
+    parts = name.split("+")
+    if len(parts) > 2 or not set(parts) <= set(known):
+        raise ConfigError(
+            f"attention_backend must be auto, one of {', '.join(known)}, or two joined by + for "
+            f"layers with a sliding window and for the others, got {name!r}"
+        )
+    return hybrid(known[parts[0]], known[parts[-1]])

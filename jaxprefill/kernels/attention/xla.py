@@ -8,20 +8,19 @@ writes before it, so that XLA updates a donated pool in place.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention.api import (
-    CAUSAL,
     Attend,
     AttentionBackend,
-    AttentionSpec,
-    Capabilities,
     RaggedBatch,
     as_numbers,
     write_kv,
 )
+from jaxprefill.kernels.attention.capabilities import CAUSAL, AttentionSpec, Capabilities
 from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
 
 _MASKED = -1e30
@@ -55,9 +54,10 @@ def _make(shape: TileShape, spec: AttentionSpec = CAUSAL) -> Attend:
         pool: Shaped[Array, "2 K P S D"],
         batch: RaggedBatch,
         first_page: Int32[Array, ""],
+        sinks: Float[Array, " H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Shaped[Array, "2 K P S D"]]:
         pool = write_kv(pool, k, v, batch.kv_rows, first_page)
-        return attend(q, pool, batch, first_page, (shape, spec)).astype(q.dtype), pool
+        return attend(q, pool, batch, first_page, (shape, spec), sinks).astype(q.dtype), pool
 
     return write_and_attend
 
@@ -68,8 +68,9 @@ def _prefill(
     batch: RaggedBatch,
     first_page: Int32[Array, ""],
     static: tuple[TileShape, AttentionSpec],
+    sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "T H D"]:
-    shape, window = static[0], static[1].window
+    shape, (window, soft_cap, _) = static
     tile_q, block_k = shape.tile_q, shape.block_k
     num_tokens, num_heads, dim = q.shape
     kv_heads = pool.shape[1]
@@ -88,6 +89,7 @@ def _prefill(
     if window is not None:
         first_key = jnp.maximum(prefix + start - window + 1, 0)
     first_block = first_key // block_k
+    empty = _nothing_seen(sinks, (kv_heads, group, tile_q), dim)
 
     def step(
         carry: tuple[Array, Array, Array, Array, Array, Array],
@@ -103,18 +105,17 @@ def _prefill(
         if window is not None:
             visible &= key > last_key[tile][:, None] - window
         is_first = block == first_block[tile]
-        top = jnp.where(is_first, _MASKED, top)
-        total, acc = jnp.where(is_first, 0, total), jnp.where(is_first, 0, acc)
-        top, total, acc = _online_softmax(tiles[tile], keys, values, visible, (top, total, acc))
+        sums = jax.tree.map(functools.partial(jnp.where, is_first), empty, (top, total, acc))
+        top, total, acc = _online_softmax(
+            tiles[tile], keys, values, visible, sums, soft_cap=soft_cap
+        )
         out = lax.dynamic_update_index_in_dim(out, acc / total[..., None], tile, 0)
         is_last = (block + 1) * block_k >= limit[tile]
         following = first_block[jnp.minimum(tile + 1, num_tiles - 1)]
         return tile + is_last, jnp.where(is_last, following, block + 1), out, top, total, acc
 
-    sums = jnp.zeros((kv_heads, group * tile_q), jnp.float32)
-    acc = jnp.zeros((kv_heads, group * tile_q, dim), jnp.float32)
     out = jnp.zeros(tiles.shape, jnp.float32)
-    carry = (jnp.int32(0), first_block[0], out, sums, sums, acc)
+    carry = (jnp.int32(0), first_block[0], out, *empty)
     out = lax.while_loop(lambda carry: carry[0] < batch.num_tiles, step, carry)[2]
     out = out.reshape(num_tiles, kv_heads, group, tile_q, dim).transpose(0, 3, 1, 2, 4)
     is_live = (token < batch.q_lens[slot][:, None]) & _is_planned(batch, num_tiles)[:, None]
@@ -146,9 +147,10 @@ def _decode(
     batch: RaggedBatch,
     first_page: Int32[Array, ""],
     static: tuple[TileShape, AttentionSpec],
+    sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "T H D"]:
     num_slots, num_heads, dim = q.shape
-    block_k, window = static[0].block_k, static[1].window
+    block_k, (window, soft_cap, _) = static[0].block_k, static[1]
     kv_heads, pages_per_block = pool.shape[1], block_k // pool.shape[3]
     first_key = jnp.zeros_like(batch.kv_lens)
     if window is not None:
@@ -169,10 +171,12 @@ def _decode(
         keys = keys.reshape(kv_heads, num_slots, block_k, dim)
         values = values.reshape(kv_heads, num_slots, block_k, dim)
         values = jnp.where(seen[..., None], values, 0)
-        return _online_softmax(queries, keys, values, seen[:, None], carry)
+        return _online_softmax(queries, keys, values, seen[:, None], carry, soft_cap=soft_cap)
 
-    sums = jnp.zeros(queries.shape[:3], jnp.float32)
-    carry = (sums + _MASKED, sums, jnp.zeros(queries.shape, jnp.float32))
+    carry = jax.tree.map(
+        lambda part: jnp.broadcast_to(part[:, None], (kv_heads, num_slots, *part.shape[1:])),
+        _nothing_seen(sinks, (kv_heads, num_heads // kv_heads, 1), dim),
+    )
     num_blocks = (-(-batch.kv_lens // block_k) - first_block).max()
     _, total, acc = lax.fori_loop(0, num_blocks, step, carry)
     out = acc / jnp.maximum(total, 1e-30)[..., None]
@@ -190,12 +194,27 @@ def _block_pages(
     return lax.dynamic_slice(page_table, (slot, block * pages_per_block), (1, pages_per_block))[0]
 
 
+def _nothing_seen(
+    sinks: Float[Array, " H"] | None, rows: tuple[int, int, int], dim: int
+) -> tuple[Float[Array, "K rows"], Float[Array, "K rows"], Float[Array, "K rows D"]]:
+    """Sums before the first key, over (KV heads, heads of its group, tokens): sinks or nothing."""
+    kv_heads, group, tokens = rows
+    shape = (kv_heads, group * tokens)
+    acc = jnp.zeros((*shape, dim), jnp.float32)
+    if sinks is None:
+        return jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), acc
+    top = jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, group), tokens, axis=1)
+    return top, jnp.ones(shape, jnp.float32), acc
+
+
 def _online_softmax(
     queries: Shaped[Array, "*batch q D"],
     keys: Shaped[Array, "*batch k D"],
     values: Shaped[Array, "*batch k D"],
     visible: Shaped[Array, "..."],
     sums: _Sums,
+    *,
+    soft_cap: float | None,
 ) -> _Sums:
     """`sums` with one more block of keys folded in."""
     top, total, acc = sums
@@ -207,6 +226,8 @@ def _online_softmax(
     )
     last = queries.ndim - 1
     scores = dot(queries, keys, (((last,), (last,)), (batch, batch)))
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, _MASKED)
     new_top = jnp.maximum(top, scores.max(-1))
     weights, scale = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
@@ -221,6 +242,10 @@ XLA = AttentionBackend(
         dtypes=frozenset({"float32", "bfloat16"}),
         max_page_size=_MAX_BLOCK_K,
         has_window=True,
+        has_soft_cap=True,
+        has_sinks=True,
+        has_max_context=True,
+        takes_any_tiles=True,
     ),
     tile_shape=_tile_shape,
     make=_make,
