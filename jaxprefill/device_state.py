@@ -51,10 +51,12 @@ class DeviceState:
     classifier: Shaped[Array, "labels E"] | None = None
     small_blocks: SmallBlocks = ()
 
-    def delete(self) -> None:
-        """Frees every array now, rather than when the last reference goes."""
-        for leaf in jax.tree.leaves(self):
-            leaf.delete()
+    def delete(self, *, has_weights: bool = True) -> None:
+        """Frees every array now, rather than when the last reference goes; weights if wanted."""
+        weights = {id(leaf) for leaf in self.leaves}
+        for array in jax.tree.leaves(self):
+            if has_weights or id(array) not in weights:
+                array.delete()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by purpose, on each device."""

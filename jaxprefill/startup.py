@@ -16,7 +16,7 @@ from jaxprefill.fingerprint import engine_facts
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.self_check import check_attention, check_products
 from jaxprefill.models.sharding import make_mesh
-from jaxprefill.models.tree import model_tree
+from jaxprefill.models.tree import Leaves, model_tree
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import (
     AUTOTUNE,
@@ -30,6 +30,7 @@ from jaxprefill.prefill.compiler import (
 )
 from jaxprefill.prefill.fused import uses_fused_layers
 from jaxprefill.prefill.library import Library, open_library
+from jaxprefill.prefill.program import OperandsLostError
 from jaxprefill.processes import check_agreement
 from jaxprefill.weights.checkpoint import Checkpoint
 from jaxprefill.weights.load import check_names, check_shapes, load_leaves
@@ -87,10 +88,9 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         loading = loader.submit(load_leaves, checkpoint, assembly.tree)
         compiled = obtain(assembly, library, assembly.jobs(), on_compiled=on_compiled)
         compiled_at = time.perf_counter()
-        state = assembly.allocate(loading.result(), compiled)
-    core = assembly.assemble(state, compiled)
+        leaves = loading.result()
     loaded_at = time.perf_counter()
-    warm_up(core, plan)
+    core = _warmed(assembly, leaves, compiled)
     core.mark_ready()
     seconds = {
         "compile": compiled_at - began,
@@ -98,9 +98,10 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         "warm_up": time.perf_counter() - loaded_at,
         "total": time.perf_counter() - began,
     }
+    records = [entry.record for entry in compiled.values()]
     return Started(
         core,
-        [entry.record for entry in compiled.values()],
+        [library.recompiled.get(record.name, record) for record in records],
         seconds,
         compiled,
         library.faults,
@@ -152,6 +153,7 @@ def obtain(
             keeper=library,
         )
     library.tell_missing([entry.record for entry in compiled.values()])
+    library.prune()
     return compiled
 
 
@@ -195,15 +197,30 @@ def _identity(plan: EnginePlan) -> str:
     return f"{plan.num_pages} pages, {', '.join(parts)}, {plan.model}, {config}"
 
 
+def _warmed(assembly: Assembly, leaves: Leaves, compiled: dict[str, Compiled]) -> EngineCore:
+    """A core whose executables have run; a loaded one that does not is compiled meanwhile."""
+    while True:
+        state = assembly.allocate(leaves, compiled)
+        core = assembly.assemble(state, compiled)
+        try:
+            warm_up(core, assembly.plan)
+        except OperandsLostError:
+            state.delete(has_weights=False)  # before they are made anew
+        else:
+            return core
+
+
 def warm_up(core: EngineCore, plan: EnginePlan) -> None:
     """Runs executables on empty batches.
 
     On a GPU each three times: the first call may run op by op, and the graph is recorded on the
-    next. On a CPU the small ones once, to show faults.
+    next. A CPU records nothing, and empty batches take it as long as full ones: there the smallest
+    of each kind runs once, which shows whether what was loaded runs here at all. A larger one that
+    does not is compiled when it is first called, as `LoadedProgram` says.
     """
     is_cpu = plan.device.platform == "cpu"
     for _ in range(1 if is_cpu else 3):
-        core.prefill.warm(core.state, max_tokens=64 if is_cpu else None)
-        core.decode.warm(core.state)
-        core.heads.warm(core.state)
+        core.prefill.warm(core.state, is_brief=is_cpu)
+        core.decode.warm(core.state, is_brief=is_cpu)
+        core.heads.warm(core.state, is_brief=is_cpu)
     jax.block_until_ready(core.state.hidden)

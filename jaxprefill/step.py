@@ -97,9 +97,9 @@ class Heads:
     lm: HeadRunner
     pooling: PoolingRunner
 
-    def warm(self, state: DeviceState) -> None:
-        """Runs every executable once, for nobody."""
-        self.lm.warm(state)
+    def warm(self, state: DeviceState, *, is_brief: bool = False) -> None:
+        """Runs each executable once, for nobody; or the smallest of each kind."""
+        self.lm.warm(state, is_brief=is_brief)
         self.pooling.warm(state)
 
 

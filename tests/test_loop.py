@@ -167,7 +167,7 @@ def test_grammars_that_take_long_to_compile_hold_up_no_step_and_no_message(loop)
                     return ended.number, ended.param
 
     engine = SimpleNamespace(submit=loop.submit, abort=loop.abort)
-    service = Thread(target=Service(engine, told, inbox, grammars).run)
+    service = Thread(target=Service(engine, told, inbox, lambda: grammars).run)
     service.start()
     for message in (
         Submit(1, grammatical("a")),

@@ -12,7 +12,7 @@ import pytest
 from jaxprefill import SamplingParams
 from jaxprefill.assembly import Assembly
 from jaxprefill.cli.main import main
-from jaxprefill.compat import program_settings
+from jaxprefill.compat import load_executable, program_settings
 from jaxprefill.errors import ConfigError
 from jaxprefill.prefill.compiler import CPU_OPTIONS, CompileJob, ExecutableRecord, compile_job
 from jaxprefill.prefill.library import Library
@@ -61,7 +61,7 @@ def test_donated_operands_are_gone_after_a_loaded_call(expected, checkpoint):
         assert isinstance(executable._compiled.call, LoadedProgram)
         pools, hidden = core.state.pools, core.state.hidden
         address = pools[0].unsafe_buffer_pointer()
-        core.prefill.warm(core.state, max_tokens=8)
+        core.prefill.warm(core.state, is_brief=True)
         assert pools[0].is_deleted() and hidden.is_deleted()
         assert core.state.pools[0].unsafe_buffer_pointer() == address
         assert "HloModule" in executable._compiled.call.as_text()
@@ -214,3 +214,41 @@ def test_a_store_of_other_facts_says_which(expected, checkpoint, tmp_path, monke
     library.tell_missing([ExecutableRecord(**entry.record)])
     assert "1 of 1 executables are not in" in library.faults[0]
     assert "made for another source, versions" in caplog.text
+
+
+def test_a_loaded_executable_that_fails_when_it_first_runs_is_compiled_anew(
+    expected, checkpoint, monkeypatch, caplog
+):
+    """In a warm call, where its donated operands are lost with it; another one in a request."""
+    monkeypatch.setattr("jaxprefill.prefill.library.load_executable", _Broken.load)
+    with caplog.at_level(logging.WARNING), tiny_engine(checkpoint) as made:
+        assert "prefill 8x4x160 in" in caplog.text and "fails when it runs" in caplog.text
+        assert made.stats()["compiled_at_start"] == len(made.stats()["faults"]) == 1
+        assert "1 compiled in" in made.describe_executables()
+        assert answers(made) == expected
+        assert made.stats()["compilations_after_ready"] == 1
+        assert ["set_bias in" in fault for fault in made.stats()["faults"]] == [False, True]
+    monkeypatch.undo()
+    with tiny_engine(checkpoint) as again:
+        assert again.stats()["compiled_at_start"] == 0 and again.stats()["faults"] == []
+
+
+class _Broken:
+    """An executable that loads and does not run, as where a function that it calls is missing."""
+
+    def __init__(self, real):
+        self._real = real
+
+    @classmethod
+    def load(cls, payload, devices):
+        real = load_executable(payload, devices)
+        name = real.hlo_modules()[0].name
+        return cls(real) if "prefill_8x4x160" in name or "set_bias" in name else real
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def execute_sharded(self, operands):
+        if len(operands) > 20:  # a whole body: it takes what is donated, and then fails
+            self._real.execute_sharded(operands)
+        raise RuntimeError("a function is missing")

@@ -2,12 +2,13 @@
 
 import argparse
 from dataclasses import fields
-from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 from jaxprefill.cli.command import Command
 from jaxprefill.cli.flags import add_engine_flags, engine_config_of, option_flag
 from jaxprefill.errors import ConfigError
+from jaxprefill.remote.spawn import spawn
 from jaxprefill.server.settings import ServerSettings
 
 
@@ -41,19 +42,20 @@ def run(args: argparse.Namespace) -> int:
     given |= lists
     settings, config = ServerSettings(**given), engine_config_of(args)
     _require_packages()
-    from jaxprefill.cli.serving import serve
+    with spawn() as spawned:  # it imports jax while this process imports the server
+        from jaxprefill.cli.serving import serve
 
-    return serve(config, settings, is_quiet=args.quiet, is_verbose=args.verbose)
+        return serve(
+            config, settings, spawned=spawned, is_quiet=args.quiet, is_verbose=args.verbose
+        )
 
 
 def _require_packages() -> None:
     for name in ("starlette", "uvicorn", "msgspec", "prometheus_client"):
-        try:
-            import_module(name)
-        except ModuleNotFoundError:
+        if find_spec(name) is None:
             raise ConfigError(
                 f"serve needs the package {name}, which is not installed; pip install {name}"
-            ) from None
+            )
 
 
 COMMAND = Command(

@@ -12,28 +12,40 @@ from jaxprefill.cli.streams import note
 from jaxprefill.config import EngineConfig
 from jaxprefill.remote.client import EngineProcess
 from jaxprefill.remote.messages import Progress, Ready
+from jaxprefill.remote.spawn import Spawned
 from jaxprefill.server.app import create_app
 from jaxprefill.server.run import ServerRun
 from jaxprefill.server.settings import ServerSettings
 
 
 def serve(
-    config: EngineConfig, settings: ServerSettings, *, is_quiet: bool, is_verbose: bool
+    config: EngineConfig,
+    settings: ServerSettings,
+    *,
+    spawned: Spawned,
+    is_quiet: bool,
+    is_verbose: bool,
 ) -> int:
-    """Runs a server to its end; returns the exit status."""
+    """Runs a server to its end, its first engine in the process `spawned`; the exit status."""
+    reporter = _Reporter(is_quiet=is_quiet)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, settings, is_quiet=is_quiet, is_verbose=is_verbose))
+        return runner.run(_serve(config, settings, spawned, reporter, is_verbose=is_verbose))
 
 
 async def _serve(
-    config: EngineConfig, settings: ServerSettings, *, is_quiet: bool, is_verbose: bool
+    config: EngineConfig,
+    settings: ServerSettings,
+    spawned: Spawned,
+    reporter: "_Reporter",
+    *,
+    is_verbose: bool,
 ) -> int:
-    reporter = _Reporter(is_quiet=is_quiet)
     engine = EngineProcess(
         config,
         on_started=reporter.started,
         on_lost=reporter.lost,
         is_verbose=is_verbose,
+        spawned=spawned,
     )
     run = ServerRun(create_app(engine, settings), engine, settings)
     reporter.url = run.url

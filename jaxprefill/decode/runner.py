@@ -37,7 +37,8 @@ class DecodeRunner:
             f"{num_rows} rows; raise max_running_requests"
         )
 
-    def warm(self, state: DeviceState) -> None:
-        """Runs every executable once on an empty batch, uncounted."""
-        for executable in self._executables.values():
+    def warm(self, state: DeviceState, *, is_brief: bool = False) -> None:
+        """Runs each executable once on an empty batch, uncounted; or the smallest alone."""
+        executables = list(self._executables.values())
+        for executable in executables[:1] if is_brief else executables:
             executable.run(state, Batch(rows=(), is_decode=True))

@@ -17,12 +17,9 @@ class BoundExecutable:
 
     def __init__(self, compiled: Compiled, fixed: Sequence[Shaped[Array, "..."]]) -> None:
         """Those that the program does not read are left out; it must read all others."""
-        executable = compiled.call.runtime_executable()
-        assert executable is not None, "a compiled program has one"
-        self._execute = executable.execute_sharded
+        self._launch = compiled.launch
         self._fixed = [fixed[index] for index in compiled.read if index < len(fixed)]
 
     def __call__(self, *operands: Any) -> list[Shaped[Array, "..."]]:
         """The flattened results; donated operands are gone. Shapes are the caller's care."""
-        results = self._execute([*self._fixed, *operands])
-        return [own for (own,) in results.disassemble_into_single_device_arrays()]
+        return [own for (own,) in self._launch([*self._fixed, *operands])]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import Mesh
 from jaxprefill.compat import read_arguments
 from jaxprefill.errors import CompileError
 from jaxprefill.models.sharding import EVERYWHERE, per_device, spec_of
-from jaxprefill.prefill.program import LoadedProgram, Outputs
+from jaxprefill.prefill.program import Launch, LoadedProgram, Outputs, launch
 
 # Level 1 takes a third off compile time on the CPU at the same speed or better: matrix products
 # are library calls either way.
@@ -144,6 +145,15 @@ class Compiled:
     outputs: Outputs
     is_own: bool = False
     texts: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def launch(self) -> Launch:
+        """Runs it on the flattened operands that the program takes, past jit's handling."""
+        if isinstance(self.call, LoadedProgram):
+            return self.call.launch
+        executable = self.call.runtime_executable()
+        assert executable is not None, "a compiled program has one"
+        return partial(launch, executable)
 
     @property
     def hlo(self) -> str:

@@ -5,12 +5,19 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxprefill.compat import load_executable
+from jaxprefill.compat import PjrtExecutable, load_executable, no_compilation_cache
 from jaxprefill.errors import ConfigError, StoreError, listed
-from jaxprefill.prefill.compiler import Compiled, CompileJob, CompilerOptions, ExecutableRecord
+from jaxprefill.prefill.compiler import (
+    Compiled,
+    CompileJob,
+    CompilerOptions,
+    ExecutableRecord,
+    compile_job,
+)
 from jaxprefill.prefill.program import LoadedProgram, outputs_as_json, outputs_of_json
 from jaxprefill.store.files import make_folder
 from jaxprefill.store.folder import Store
@@ -35,6 +42,8 @@ class Library:
         target: the store to write to, if any.
         named: the store that the user named, if any: what it lacks is reported.
         has_texts: keep the programs' texts too.
+        unused_s: what no start has used for so long goes from `target`, once that has grown.
+        recompiled: records of those that were loaded, and failed when they first ran.
         faults: what went wrong, for people; each was logged as a warning.
     """
 
@@ -44,7 +53,10 @@ class Library:
     target: Store | None = None
     named: Store | None = None
     has_texts: bool = False
+    unused_s: float | None = None
+    recompiled: dict[str, ExecutableRecord] = field(default_factory=dict[str, ExecutableRecord])
     faults: list[str] = field(default_factory=list[str])
+    _has_grown: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def load(self, job: CompileJob, options: CompilerOptions) -> Compiled | None:
@@ -54,7 +66,7 @@ class Library:
             try:
                 entry = store.find(job.name, self.facts, facts)
                 if entry is not None:
-                    return self._load(store, entry, job)
+                    return self._load(store, entry, job, options)
             except StoreError as error:
                 self.report(f"{job.name} in {store.folder} is of no use: {error}")
         return None
@@ -79,6 +91,7 @@ class Library:
                 payload=_NOTHING_YET,
             )
             self.target.write(entry, payload, compiled.texts)
+            self._has_grown = True
         except StoreError as error:
             self.target = None
             self.report(f"executables are not kept: {error}")
@@ -99,6 +112,15 @@ class Library:
             f"{len(names)} of {len(records)} executables are not in {store.folder} ({why}) and "
             f"were compiled: {listed(names, limit=4)}; `jaxprefill compile --out` adds them"
         )
+
+    def prune(self) -> None:
+        """Deletes what has long been of no use, where anything was written."""
+        if self.target is None or self.unused_s is None or not self._has_grown:
+            return
+        try:
+            self.target.prune(unused_s=self.unused_s, is_verified=False)
+        except OSError as error:
+            self.report(f"{self.target.folder} cannot be pruned: {error}")
 
     def has_passed(self, kind: str) -> bool:
         """Whether a check that depends on `facts` alone has passed in an earlier process."""
@@ -130,7 +152,9 @@ class Library:
         with self._lock:
             self.faults.append(fault)
 
-    def _load(self, store: Store, entry: StoredExecutable, job: CompileJob) -> Compiled:
+    def _load(
+        self, store: Store, entry: StoredExecutable, job: CompileJob, options: CompilerOptions
+    ) -> Compiled:
         assert job.mesh is not None, "jobs of an engine are over its mesh"
         began = time.perf_counter()
         payload = store.payload(entry)
@@ -143,12 +167,27 @@ class Library:
                 outputs=outputs,
                 out_specs=job.out_specs,
                 mesh=job.mesh,
+                recompile=partial(self._recompile, store, job, options),
             )
             record = ExecutableRecord(**entry.record, load_s=time.perf_counter() - began)
         except Exception as error:  # XLA's, of whatever kind; the job is compiled instead
             raise StoreError(f"it cannot be loaded: {error}") from error
         store.touch(entry)
         return Compiled(program, record, entry.read, outputs)
+
+    def _recompile(
+        self, store: Store, job: CompileJob, options: CompilerOptions, error: Exception
+    ) -> PjrtExecutable:
+        """Takes the place of an executable of `store` that loads and does not run."""
+        self.report(
+            f"{job.name} in {store.folder} fails when it runs, and was compiled anew: {error}"
+        )
+        with no_compilation_cache():
+            compiled = compile_job(job, options, has_texts=self.has_texts)
+        self.recompiled[job.name] = compiled.record
+        self.keep(job, options, compiled)
+        executable: Any = compiled.call.runtime_executable()
+        return executable
 
 
 def open_library(
@@ -171,7 +210,7 @@ def open_library(
     Raises:
         ConfigError: there is no such folder.
     """
-    library, sources = Library(facts, label), list[Store]()
+    library, sources = Library(facts, label, unused_s=_UNUSED_S), list[Store]()
     if folder is not None:
         if not Path(folder).expanduser().is_dir():
             raise ConfigError(
@@ -186,8 +225,7 @@ def open_library(
         try:
             library.target = make_store(user_store(), is_trusted=is_trusted)
             sources.append(library.target)
-            library.target.prune(unused_s=_UNUSED_S, is_verified=False)
-        except (StoreError, OSError) as error:
+        except StoreError as error:
             library.report(f"executables are not kept: {error}")
     library.sources = tuple(sources)
     return library

@@ -3,17 +3,26 @@
 jit's own call object cannot be had without tracing and lowering, which a warm start leaves out.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Shaped
 
 from jaxprefill.compat import PjrtExecutable
 from jaxprefill.errors import StoreError
 from jaxprefill.models.sharding import replicated
 
 Outputs = Any  # nested tuples of ShapeDtypeStruct
+Shards = Sequence[Sequence[Shaped[Array, "..."]]]  # of each result, on each device
+Launch = Callable[[Sequence[Any]], Shards]
+Recompile = Callable[[Exception], PjrtExecutable]
+
+
+class OperandsLostError(Exception):
+    """A loaded executable failed and took donated operands with it; it was compiled anew."""
 
 
 def outputs_as_json(outputs: Outputs) -> Any:
@@ -37,7 +46,10 @@ def outputs_of_json(value: Any) -> Outputs:
 
 
 class LoadedProgram:
-    """Calls PJRT's executable; donated operands are gone afterwards, as with jit's."""
+    """Calls PJRT's executable; donated operands are gone afterwards, as with jit's.
+
+    The first launch is awaited. Should it fail, another executable takes the loaded one's place.
+    """
 
     def __init__(
         self,
@@ -47,6 +59,7 @@ class LoadedProgram:
         outputs: Outputs,
         out_specs: Any,
         mesh: Mesh,
+        recompile: Recompile,
     ) -> None:
         """Arguments as in `Compiled`.
 
@@ -56,9 +69,11 @@ class LoadedProgram:
             outputs: shapes of the results over all devices.
             out_specs: how they lie on the mesh; a prefix of their tree.
             mesh: one device, or more.
+            recompile: told why the loaded one failed, gives one that XLA compiles now.
         """
         self._executable = executable
-        self._execute = executable.execute_sharded
+        self._recompile = recompile
+        self._has_run = False
         self._read = read
         self._is_single = mesh.size == 1
         # Where the host's numbers go.
@@ -84,7 +99,7 @@ class LoadedProgram:
         for index, operand in enumerate(operands):
             if isinstance(operand, (np.ndarray, np.generic)):
                 operands[index] = jax.device_put(operand, place)
-        shards = self._execute(operands).disassemble_into_single_device_arrays()
+        shards = self.launch(operands)
         if self._is_single:
             results = [one for (one,) in shards]
         else:
@@ -94,6 +109,26 @@ class LoadedProgram:
             ]
         return jax.tree.unflatten(self._tree, results)
 
+    def launch(self, operands: Sequence[Any]) -> Shards:
+        """The results of one launch on the operands that the program takes, flattened.
+
+        Raises:
+            OperandsLostError: it was the first, and must be repeated on new operands.
+            CompileError: the loaded executable failed, and no other could be compiled.
+        """
+        if self._has_run:
+            return launch(self._executable, operands)
+        try:
+            shards = launch(self._executable, operands)
+            jax.block_until_ready(shards)
+        except Exception as error:  # XLA's, of whatever kind
+            self._executable, self._has_run = self._recompile(error), True
+            if any(isinstance(one, jax.Array) and one.is_deleted() for one in operands):
+                raise OperandsLostError from error
+            return launch(self._executable, operands)
+        self._has_run = True
+        return shards
+
     def runtime_executable(self) -> PjrtExecutable:
         """PJRT's own object."""
         return self._executable
@@ -101,6 +136,11 @@ class LoadedProgram:
     def as_text(self) -> str:
         """HLO after optimisation."""
         return "\n\n".join(module.to_string() for module in self._executable.hlo_modules())
+
+
+def launch(executable: PjrtExecutable, operands: Sequence[Any]) -> Shards:
+    """The results of one launch, flattened; dispatched, not awaited."""
+    return executable.execute_sharded(operands).disassemble_into_single_device_arrays()
 
 
 class _Spec:

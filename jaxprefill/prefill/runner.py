@@ -66,11 +66,12 @@ class PrefillRunner:
         else:
             self._run(state, batch, self._executables[decision.key], self._path)
 
-    def warm(self, state: DeviceState, *, max_tokens: int | None = None) -> None:
-        """Runs every executable of at most `max_tokens` once on an empty batch, uncounted."""
-        for executable in (*self._executables.values(), *self._fallback.values()):
-            if max_tokens is None or executable.key.num_tokens <= max_tokens:
-                executable.run(state, Batch(rows=(), is_decode=False))
+    def warm(self, state: DeviceState, *, is_brief: bool = False) -> None:
+        """Runs each executable once on an empty batch, uncounted; or the smallest of each path."""
+        for executables in (self._executables, self._fallback):
+            ascending = sorted(executables)
+            for key in ascending[:1] if is_brief else ascending:
+                executables[key].run(state, Batch(rows=(), is_decode=False))
 
     def _run_fallback(self, state: DeviceState, batch: Batch, why: Fallback) -> None:
         if self._is_strict:

@@ -6,10 +6,7 @@ Imports no jax. Everything here runs on one event loop.
 import asyncio
 import contextlib
 import itertools
-import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
@@ -37,6 +34,7 @@ from jaxprefill.remote.messages import (
     Updates,
     frame,
 )
+from jaxprefill.remote.spawn import Spawned, spawn
 from jaxprefill.request import Request
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.updates import RequestUpdate
@@ -59,14 +57,16 @@ class EngineProcess:
         on_started: OnStarted = lambda _: None,
         on_lost: Callable[[str], None] = lambda _: None,
         is_verbose: bool = False,
+        spawned: Spawned | None = None,
     ) -> None:
-        """Nothing starts before `run`.
+        """Nothing starts before `run`, but what is `spawned` already.
 
         Args:
             config: options of the engine.
             on_started: told of each compiled executable, and when the engine is ready.
             on_lost: told why an engine that was ready is to be started again.
             is_verbose: the process logs much.
+            spawned: the first process to use.
         """
         self.num_restarts = 0
         self.num_compiled = (0, 0)
@@ -74,6 +74,7 @@ class EngineProcess:
         self._on_started = on_started
         self._on_lost = on_lost
         self._is_verbose = is_verbose
+        self._spawned = spawned
         self._model: ServedModel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -194,11 +195,10 @@ class EngineProcess:
 
     async def _live(self) -> None:
         """One life of the process, from its start to its end."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = _spawn(theirs)
+        spawned, self._spawned = self._spawned or spawn(), None
+        self._process = spawned.process
         try:
-            reader, self._writer = await asyncio.open_connection(sock=ours)
+            reader, self._writer = await asyncio.open_connection(sock=spawned.connection)
             self.send(Start(asdict(self._config), self._is_verbose))
             async for message in _messages(reader):
                 self._take(message)
@@ -294,19 +294,6 @@ class _Submission:
             self._live.clear()
             self._engine.send(Abort(self.number))
         self._engine.forget(self.number)
-
-
-def _spawn(connection: socket.socket) -> subprocess.Popen[bytes]:
-    """The process, in a session of its own: a terminal's Ctrl-C is the server's to handle."""
-    descriptor = connection.fileno()
-    path = os.pathsep.join(folder for folder in sys.path if folder)
-    return subprocess.Popen(
-        [sys.executable, "-m", "jaxprefill.remote.worker", str(descriptor)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(descriptor,),
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[FromEngine]:

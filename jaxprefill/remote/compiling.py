@@ -24,11 +24,13 @@ class Compiled:
 class Compiling:
     """Compiles the grammars of submissions, few at a time."""
 
-    def __init__(self, grammars: Grammars, on_compiled: Callable[[Compiled], None]) -> None:
-        """`on_compiled` is called on the threads."""
-        self._grammars = grammars
+    def __init__(
+        self, make_grammars: Callable[[], Grammars], on_compiled: Callable[[Compiled], None]
+    ) -> None:
+        """Both are called on the threads; the first at once, as it takes a while, and once."""
         self._on_compiled = on_compiled
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        self._grammars = self._pool.submit(make_grammars)
 
     def submit(self, message: Submit) -> None:
         """Compiles what a message needs; does not wait."""
@@ -40,8 +42,9 @@ class Compiling:
 
     def _compile(self, message: Submit) -> None:
         try:
+            grammars = self._grammars.result()
             matchers = {
-                request.id: self._grammars(request.grammar)
+                request.id: grammars(request.grammar)
                 for request in message.requests
                 if request.grammar is not None
             }

@@ -10,6 +10,8 @@ import queue
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import BinaryIO
 
 from jaxprefill.constraints import make_grammars
@@ -108,13 +110,15 @@ class Relay:
 class Service:
     """Serves one engine to one connection."""
 
-    def __init__(self, engine: Engine, outbox: Outbox, inbox: Inbox, grammars: Grammars) -> None:
-        """The engine is this service's alone."""
+    def __init__(
+        self, engine: Engine, outbox: Outbox, inbox: Inbox, make_grammars: Callable[[], Grammars]
+    ) -> None:
+        """The engine is this service's alone; `make_grammars` is called on another thread."""
         self._engine = engine
         self._outbox = outbox
         self._inbox = inbox
         self._relays: dict[int, Relay] = {}
-        self._compiling = Compiling(grammars, inbox.put)
+        self._compiling = Compiling(make_grammars, inbox.put)
 
     def run(self) -> None:
         """Does what the messages say until one says stop."""
@@ -208,7 +212,6 @@ def _start(start: Start, outbox: Outbox, inbox: Inbox) -> Service:
 
     engine = Engine(on_compiled=on_compiled, **start.options)
     plan = engine.plan
-    grammars = make_grammars(engine.tokenizer, plan.model.vocab_size)
     outbox.put(
         Ready(
             root=plan.config.model,
@@ -220,6 +223,7 @@ def _start(start: Start, outbox: Outbox, inbox: Inbox) -> Service:
             description=f"{plan.describe()}; {engine.describe_executables()}",
         )
     )
+    grammars = partial(make_grammars, engine.tokenizer, plan.model.vocab_size)
     return Service(engine, outbox, inbox, grammars)
 
 

@@ -54,16 +54,17 @@ class HeadRunner:
         for rows in self._sample_rows:
             self._masks[rows] = self._put(self._full_mask(state, rows))
 
-    def warm(self, state: DeviceState) -> None:
-        """Runs every head once, on rows that write nowhere.
+    def warm(self, state: DeviceState, *, is_brief: bool = False) -> None:
+        """Runs each head once, on rows that write nowhere; or the smallest of each kind.
 
         Results are read: a copy to the host that outlives the interpreter would end it with an
         abort.
         """
-        for size in self._sample_rows:
+        num_sizes = 1 if is_brief else None
+        for size in self._sample_rows[:num_sizes]:
             for is_greedy in (True, False):
                 self._sample(state, (), size, is_greedy=is_greedy).read()
-        for size in self._score_rows:
+        for size in self._score_rows[:num_sizes]:
             self.score(state, [RowToScore(0, 0)] * size).read()
             self.logits(state, [RowToScore(0, 0)] * size).read()
             self.rank(state, [RowToScore(0, 0)] * size).read()
