@@ -204,7 +204,11 @@ class EngineConfig:
         ConfigError: a value is out of range; the message names field, value and range.
     """
 
-    model: str = option("demo", "demo, a Hugging Face folder, a GGUF file, or a hub id", "MODEL")
+    model: str = option(
+        "demo",
+        "demo, a folder (Hugging Face, or of `jaxprefill convert`), a GGUF file, or a hub id",
+        "MODEL",
+    )
     dtype: DType = option("auto", "auto: bfloat16 on GPU and on CPUs with AMX, else float32")
     context_length: int | None = option(
         None, "longest prompt plus output, in tokens (default: the model's limit)", "TOKENS"

@@ -9,6 +9,8 @@ import tests.conftest  # noqa: F401, I001  array annotations are checked here to
 import argparse
 import json
 import re
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,11 @@ import numpy as np
 from jaxprefill import SamplingParams
 from jaxprefill.batch import Batch
 from jaxprefill.errors import ConfigError
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.weights.convert import convert
+from jaxprefill.weights.load import load_leaves
+from jaxprefill.weights.locate import open_checkpoint
 from tests.reference import greedy, prompt_logprobs, reference_embedding
 from tests.test_paths import poisoned, random_prompt, row
 from tests.tiny import TinyCheckpoint, tiny_engine
@@ -107,6 +114,19 @@ def is_poison_ignored(made) -> bool:
     return bool(np.isfinite(clean).all() and (hidden == clean).all())
 
 
+def restores_alike(checkpoint: TinyCheckpoint, num_devices: int) -> bool:
+    """Whether a converted checkpoint's leaves lie on the devices as those of its source."""
+    with tempfile.TemporaryDirectory() as folder:
+        convert(checkpoint, Path(folder) / "made")
+        tree = model_tree(checkpoint.config, jnp.dtype("float32"), make_mesh(num_devices))
+        held = open_checkpoint(f"{folder}/made")
+        pairs = zip(load_leaves(held, tree), load_leaves(checkpoint, tree), strict=True)
+        return all(
+            one.sharding == other.sharding and np.array_equal(one, other, equal_nan=True)
+            for one, other in pairs
+        )
+
+
 def disagree(checkpoint: TinyCheckpoint, process: int) -> str:
     """What a process is told whose options differ from the others'."""
     try:
@@ -126,6 +146,7 @@ def main() -> None:
     checkpoint = make_checkpoint()
     if args.process is None:
         found = {n: measure(checkpoint, n) for n in args.devices}
+        found["restored"] = [restores_alike(checkpoint, n) for n in args.devices]
         found["expected"] = [greedy(checkpoint, ids, 4) for ids in PROMPTS]
     else:
         jax.distributed.initialize(f"localhost:{args.port}", 2, args.process)

@@ -71,6 +71,11 @@ def assert_near(one, other) -> None:
 
 
 @pytest.mark.slow
+def test_converted_checkpoints_lie_on_devices_as_their_sources_do(found):
+    assert found["restored"] == [True] * 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_any_number_of_devices_equals_the_oracle_on_every_path(found, num_devices):
     one = found[str(num_devices)]

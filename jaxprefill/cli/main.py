@@ -12,6 +12,7 @@ from typing import NoReturn
 from jaxprefill import __version__
 from jaxprefill.cli import (
     batch,
+    convert,
     generate,
     inspect,
     logprobs,
@@ -34,6 +35,7 @@ COMMANDS: tuple[Command, ...] = (
     store.COMMAND,
     batch.COMMAND,
     score_file.COMMAND,
+    convert.COMMAND,
     inspect.COMMAND,
     tune.COMMAND,
     models.COMMAND,

@@ -1,8 +1,11 @@
 """What every checkpoint format offers: a config, a tokenizer and named tensors."""
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+import jax
 import numpy as np
+from jaxtyping import Array, Shaped
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.tokenizer import Tokenizer
@@ -55,5 +58,20 @@ class Checkpoint(Protocol):
 
         Raises:
             CheckpointError: there is no such tensor, or it cannot be decoded.
+        """
+        ...
+
+
+@runtime_checkable
+class LeafCheckpoint(Checkpoint, Protocol):
+    """One that holds the model's own arrays, fused as the model takes them."""
+
+    def restore(
+        self, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, Shaped[Array, "..."]]:
+        """Whole arrays by parameter path, cast and placed as their shapes say.
+
+        Raises:
+            CheckpointError: a file is not what was written, or cannot be read.
         """
         ...

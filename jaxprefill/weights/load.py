@@ -11,7 +11,7 @@ from jaxprefill.models.decoder import Fused
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import place
 from jaxprefill.models.tree import Leaves, ModelTree
-from jaxprefill.weights.checkpoint import Checkpoint
+from jaxprefill.weights.checkpoint import Checkpoint, LeafCheckpoint
 
 
 def load_leaves(checkpoint: Checkpoint, tree: ModelTree) -> Leaves:
@@ -24,16 +24,39 @@ def load_leaves(checkpoint: Checkpoint, tree: ModelTree) -> Leaves:
     """
     architecture = model_class(tree.config)
     sources, shared = architecture.sources(tree.config), architecture.sources(tree.share)
+    shapes = dict(zip(tree.paths, tree.shapes, strict=True))
 
-    def load(index: int) -> Shaped[Array, "..."]:
-        path, shape = tree.paths[index], tree.shapes[index]
-        whole = _read_leaf(checkpoint, sources[path])
-        if shape.sharding.spec[0] is not None and tree.share.num_shards > 1:
+    def is_shared_by_rows(path: str) -> bool:
+        return shapes[path].sharding.spec[0] is not None and tree.share.num_shards > 1
+
+    def load(path: str) -> Shaped[Array, "..."]:
+        shape, whole = shapes[path], _read_leaf(checkpoint, sources[path])
+        if is_shared_by_rows(path):
             whole = _share_rows(whole, sources[path], shared[path], shape)
         return place(whole.astype(shape.dtype, copy=False), shape.sharding)
 
+    whole = {path: shape for path, shape in shapes.items() if not is_shared_by_rows(path)}
     with ThreadPoolExecutor(max_workers=2) as pool:  # reading and dequantising release the GIL
-        return tuple(pool.map(load, range(len(tree.paths))))
+        found = dict[str, Shaped[Array, "..."]]()
+        if isinstance(checkpoint, LeafCheckpoint):
+            found = pool.submit(checkpoint.restore, whole).result()
+        rest = [path for path in tree.paths if path not in found]
+        found |= dict(zip(rest, pool.map(load, rest), strict=True))
+    return tuple(found[path] for path in tree.paths)
+
+
+def read_leaves(checkpoint: Checkpoint, tree: ModelTree) -> dict[str, Shaped[np.ndarray, "..."]]:
+    """Every leaf by its path, in host memory and in the type it is read in.
+
+    `check_shapes` must have passed, for one device.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
+    sources = model_class(tree.config).sources(tree.config)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        leaves = pool.map(lambda path: _read_leaf(checkpoint, sources[path]), tree.paths)
+        return dict(zip(tree.paths, leaves, strict=True))
 
 
 def _read_leaf(checkpoint: Checkpoint, fused: Fused) -> Shaped[np.ndarray, "..."]:

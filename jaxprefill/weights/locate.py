@@ -1,9 +1,11 @@
 """Opens the checkpoint that a user names: a known model, a folder, a file or a hub id."""
 
+import importlib
 from pathlib import Path
 
 from jaxprefill.errors import CheckpointError
 from jaxprefill.weights.checkpoint import Checkpoint
+from jaxprefill.weights.converted import is_converted
 from jaxprefill.weights.demo import fetch_demo
 from jaxprefill.weights.gguf import GgufCheckpoint
 from jaxprefill.weights.hub import fetch_from_hub, is_hub_id
@@ -15,7 +17,8 @@ def open_checkpoint(model: str) -> Checkpoint:
     """Opens a model by name or path; the network is asked only if no such path exists.
 
     Args:
-        model: `demo`, a Hugging Face folder, a GGUF file, or a hub id `owner/name[@revision]`.
+        model: `demo`, a Hugging Face folder, a converted checkpoint, a GGUF file, or a hub id
+            `owner/name[@revision]`.
 
     Raises:
         CheckpointError: nothing supported is there, or it cannot be fetched or read.
@@ -23,6 +26,9 @@ def open_checkpoint(model: str) -> Checkpoint:
     if model == DEMO_NAME:
         return GgufCheckpoint(fetch_demo(), name=DEMO_NAME)
     path = Path(model).expanduser()
+    if path.is_dir() and is_converted(path):
+        # Imported here alone: others need not wait for Orbax.
+        return importlib.import_module("jaxprefill.weights.orbax").OrbaxCheckpoint(path)
     if path.is_dir():
         return HuggingFaceCheckpoint(_checked_folder(path))
     if path.suffix == ".safetensors" and path.is_file():

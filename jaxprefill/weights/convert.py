@@ -1,0 +1,95 @@
+"""Writes any readable model as a converted checkpoint, whole or not at all."""
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxprefill.errors import CheckpointError
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.weights.checkpoint import Checkpoint
+from jaxprefill.weights.converted import is_converted, write_manifest, write_model
+from jaxprefill.weights.load import check_names, check_shapes, read_leaves
+from jaxprefill.weights.orbax import write_leaves
+
+StoredDType = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What was written, ready for JSON."""
+
+    folder: str
+    source: str
+    dtypes: dict[str, int]  # how many arrays have each
+    num_files: int
+    num_bytes: int
+
+
+def convert(
+    checkpoint: Checkpoint, folder: Path, *, dtype: StoredDType = "auto", overwrite: bool = False
+) -> Converted:
+    """Writes a checkpoint's arrays as the model takes them, its config and its tokenizer.
+
+    Args:
+        checkpoint: the model; it is held in memory once.
+        folder: what to make; its parent is made too.
+        dtype: auto keeps every bit: arrays stay as they are read, float16 becomes float32.
+        overwrite: replace a converted checkpoint that is there.
+
+    Raises:
+        CheckpointError: the model does not fit its architecture, or the folder cannot be written.
+    """
+    _check_target(folder, overwrite=overwrite)
+    config = checkpoint.config
+    check_names(checkpoint)
+    tree = model_tree(config, jnp.dtype("float32"), make_mesh())
+    check_shapes(checkpoint, tree)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as scratch:
+            made = Path(scratch) / folder.name
+            made.mkdir()
+            leaves = {
+                path: _cast(leaf, dtype) for path, leaf in read_leaves(checkpoint, tree).items()
+            }
+            stored = write_leaves(made, leaves)
+            write_model(made, config, checkpoint.tokenizer)
+            manifest = write_manifest(made, checkpoint.name, stored)
+            if overwrite and folder.exists():
+                shutil.rmtree(folder)
+            made.replace(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot write {folder}: {error}; free some space, or choose another place"
+        ) from error
+    kinds = [leaf.dtype for leaf in stored.values()]
+    return Converted(
+        folder=str(folder),
+        source=checkpoint.name,
+        dtypes={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        num_files=len(manifest.files) + 1,
+        num_bytes=sum(file.num_bytes for file in manifest.files.values()),
+    )
+
+
+def _cast(leaf: np.ndarray, dtype: StoredDType) -> np.ndarray:
+    if dtype != "auto":
+        return leaf.astype(jnp.dtype(dtype), copy=False)
+    return leaf.astype(np.float32) if leaf.dtype == np.float16 else leaf
+
+
+def _check_target(folder: Path, *, overwrite: bool) -> None:
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"{folder} must not exist yet; name another folder, or replace it with --overwrite"
+        )
+    if not is_converted(folder) or folder.is_symlink():
+        raise CheckpointError(f"{folder} is no converted checkpoint, so it is not replaced")

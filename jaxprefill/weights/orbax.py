@@ -1,0 +1,145 @@
+"""A converted checkpoint: the model's own arrays, read by Orbax straight onto the devices.
+
+Only what opens or writes such a checkpoint imports this module, as Orbax takes a while to import.
+"""
+
+import functools
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Array, Shaped
+
+from jaxprefill.config import ModelConfig
+from jaxprefill.errors import CheckpointError
+from jaxprefill.models.registry import model_class
+from jaxprefill.tokenizer import Tokenizer
+from jaxprefill.weights.converted import (
+    WEIGHTS,
+    StoredLeaf,
+    check_hashes,
+    read_manifest,
+    read_model,
+)
+
+
+class OrbaxCheckpoint:
+    """A converted checkpoint; implements `LeafCheckpoint`."""
+
+    def __init__(self, folder: Path, *, name: str | None = None) -> None:
+        """Reads config, tokenizer and manifest, no weights.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or edited; names it.
+        """
+        self._folder = folder.resolve()
+        self.name = name or self._folder.name
+        self._manifest = read_manifest(self._folder)
+        found = read_model(self._folder, self._manifest)
+        self.config: ModelConfig = found[0]
+        self.tokenizer: Tokenizer = found[1]
+        self._places = _places(self.config)
+        self._verify = functools.cache(self._check_weights)
+        self._lock = threading.Lock()
+        self._leaf = functools.lru_cache(maxsize=2)(self._read_leaf)  # a tensor is a part of one
+
+    def names(self) -> frozenset[str]:
+        """All tensors; an array that the architecture lacks under its parameter path."""
+        leaves = self._manifest.leaves.keys()
+        known = {path for path, _ in self._places.values()}
+        held = {name for name, (path, _) in self._places.items() if path in leaves}
+        return frozenset(held | (leaves - known))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        path, part = self._place(name)
+        whole = self._manifest.leaves[path].shape
+        if isinstance(part, int):
+            return whole[1:]
+        return (len(range(whole[0])[part]), *whole[1:])
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a tensor in the type it is stored in."""
+        path, part = self._place(name)
+        return self._leaf(path)[part]
+
+    def restore(
+        self, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, Shaped[Array, "..."]]:
+        """Arrays by parameter path, cast and placed as asked; every file is compared before.
+
+        Raises:
+            CheckpointError: a file is not what was written, or cannot be read.
+        """
+        wanted = {
+            path: ocp.ArrayRestoreArgs(
+                sharding=shape.sharding, global_shape=shape.shape, dtype=shape.dtype
+            )
+            for path, shape in shapes.items()
+        }
+        return self._restore(wanted)
+
+    def _read_leaf(self, path: str) -> np.ndarray:
+        return self._restore({path: ocp.RestoreArgs(restore_type=np.ndarray)})[path]
+
+    def _restore(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self._verify()
+        if not wanted:
+            return {}
+        arguments = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(wanted, 0), restore_args=dict(wanted), partial_restore=True
+        )
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                return reader.restore(self._folder / WEIGHTS, args=arguments)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{self._folder / WEIGHTS}: cannot be read: {error}; convert the model again"
+            ) from error
+
+    def _check_weights(self) -> None:
+        names = [name for name in self._manifest.files if name.startswith(f"{WEIGHTS}/")]
+        check_hashes(self._folder, self._manifest, names)
+
+    def _place(self, name: str) -> tuple[str, int | slice]:
+        path, part = self._places.get(name, (name, slice(None)))
+        if path not in self._manifest.leaves:
+            raise CheckpointError(f"{self._folder}: no tensor named {name!r}")
+        return path, part
+
+
+def write_leaves(folder: Path, leaves: Mapping[str, np.ndarray]) -> dict[str, StoredLeaf]:
+    """Writes arrays by parameter path into `folder`/weights, which must not exist.
+
+    Raises:
+        OSError, ValueError: they cannot be written.
+    """
+    # Weights hardly compress, and are read twice as fast as they are.
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False)
+    with ocp.Checkpointer(handler) as writer:
+        writer.save((folder / WEIGHTS).resolve(), args=ocp.args.PyTreeSave(dict(leaves)))
+    return {
+        path: StoredLeaf(leaf.shape, jnp.dtype(leaf.dtype).name) for path, leaf in leaves.items()
+    }
+
+
+def _places(config: ModelConfig) -> dict[str, tuple[str, int | slice]]:
+    """Canonical tensor name -> (parameter path, its rows or its place in the stack)."""
+    found: dict[str, tuple[str, int | slice]] = {}
+    for path, fused in model_class(config).sources(config).items():
+        start = 0
+        for index, name in enumerate(fused.sources):
+            if fused.is_stacked:
+                found[name] = (path, index)
+            elif len(fused.sources) == 1:
+                found[name] = (path, slice(None))
+            else:
+                found[name] = (path, slice(start, start + fused.rows[index]))
+                start += fused.rows[index]
+    return found

@@ -1,0 +1,159 @@
+"""`jaxprefill convert`: what is written is what is read, or it is refused by name."""
+
+import hashlib
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxprefill.cli.main import main
+from jaxprefill.errors import CheckpointError
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.weights.checkpoint import LeafCheckpoint
+from jaxprefill.weights.convert import convert
+from jaxprefill.weights.load import check_names, check_shapes, load_leaves
+from jaxprefill.weights.locate import open_checkpoint
+from tests.folders import write_folder
+from tests.tiny import TinyCheckpoint
+
+TINY = TinyCheckpoint(seed=4, is_embedding_tied=False, has_qkv_bias=True)
+FLOAT32 = jnp.dtype("float32")
+
+
+def leaves_of(checkpoint, dtype=FLOAT32) -> dict[str, np.ndarray]:
+    tree = model_tree(checkpoint.config, dtype, make_mesh())
+    check_names(checkpoint)
+    check_shapes(checkpoint, tree)
+    found = zip(tree.paths, load_leaves(checkpoint, tree), strict=True)
+    return {path: np.asarray(leaf) for path, leaf in found}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    convert(TINY, folder)
+    return folder
+
+
+def test_what_is_written_is_read_bit_for_bit_and_without_pickle(converted, monkeypatch):
+    monkeypatch.setattr(pickle, "Unpickler", None)
+    monkeypatch.setattr(pickle, "loads", None)
+    held = open_checkpoint(str(converted))
+    assert isinstance(held, LeafCheckpoint)
+    assert (held.name, held.config) == ("tiny", TINY.config)
+    assert held.tokenizer.parts() == TINY.tokenizer.parts()
+    assert held.names() == TINY.names()
+    for name, tensor in TINY.tensors.items():
+        assert held.shape(name) == tensor.shape
+        np.testing.assert_array_equal(held.read(name), tensor)
+    for path, leaf in leaves_of(TINY).items():
+        np.testing.assert_array_equal(leaves_of(held)[path], leaf)
+
+
+def test_half_precision_keeps_its_bits_unless_asked_otherwise(tmp_path):
+    source = open_checkpoint(str(write_folder(tmp_path / "hf", TinyCheckpoint(), dtype=np.float16)))
+    assert convert(source, tmp_path / "a").dtypes.keys() == {"float32"}
+    assert convert(source, tmp_path / "b", dtype="bfloat16").dtypes.keys() == {"bfloat16"}
+    exact, rounded = (leaves_of(open_checkpoint(str(tmp_path / name))) for name in "ab")
+    for path, leaf in leaves_of(source).items():
+        np.testing.assert_array_equal(exact[path], leaf)
+        np.testing.assert_array_equal(rounded[path], leaf.astype(ml_dtypes.bfloat16).astype("f4"))
+    again = convert(open_checkpoint(str(tmp_path / "b")), tmp_path / "c")
+    assert again.dtypes.keys() == {"bfloat16"}
+
+
+def file_of(folder: Path, kind: str) -> Path:
+    data = max((folder / "weights").rglob("d/*"), key=lambda path: path.stat().st_size)
+    return {"data": data, "index": folder / "weights" / "_METADATA"}.get(kind, folder / kind)
+
+
+@pytest.mark.parametrize("kind", ["data", "index", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["truncated", "edited", "missing"])
+def test_a_damaged_file_is_named_before_anything_is_restored(
+    converted, tmp_path, monkeypatch, kind, damage
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(converted, folder)
+    path = file_of(folder, kind)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    monkeypatch.setattr(ocp.Checkpointer, "restore", None)
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "edited" else data[:-1])
+    with pytest.raises(CheckpointError, match=f"{path.name}.* must .*convert the model again"):
+        leaves_of(open_checkpoint(str(folder)))
+
+
+def test_what_no_conversion_wrote_is_refused(converted, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(converted, folder)
+    extra = folder / "weights" / "extra"
+    extra.touch()
+    with pytest.raises(CheckpointError, match="weights/extra must not be there"):
+        open_checkpoint(str(folder))
+    extra.unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for change, words in (
+        ({"format": "of tomorrow"}, "format must be .* got 'of tomorrow'"),
+        ({"files": {}}, "must not be there and not in the manifest"),
+        ({"leaves": 5}, "Expected `object`"),
+    ):
+        (folder / "manifest.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(CheckpointError, match=words):
+            open_checkpoint(str(folder))
+    held = {**manifest["leaves"], "norms": {"shape": [4, 4], "dtype": "float32"}}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"leaves": held}))
+    with pytest.raises(CheckpointError, match="wrong shape"):
+        leaves_of(open_checkpoint(str(folder)))
+
+
+def test_a_config_with_choices_that_are_not_known_is_refused(converted, tmp_path):
+    folder = tmp_path / "copy"
+    convert(TINY, folder)
+    text = (folder / "config.json").read_text()
+    other = text.replace('"has_qk_norm"', '"has_qq_norm"')  # of the same length
+    manifest = (folder / "manifest.json").read_text()
+    (folder / "config.json").write_text(other)
+    before, after = (hashlib.sha256(one.encode()).hexdigest() for one in (text, other))
+    (folder / "manifest.json").write_text(manifest.replace(before, after))
+    with pytest.raises(CheckpointError, match="another version of jaxprefill: 'has_qq_norm'"):
+        open_checkpoint(str(folder))
+
+
+def test_the_command_writes_once_and_replaces_only_its_own(tmp_path, capsys):
+    source = write_folder(tmp_path / "hf", TinyCheckpoint())
+    target = tmp_path / "checkpoints" / "tiny"
+    assert main(["convert", str(source), str(target), "--json", "--dtype", "bfloat16"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["source"] == "hf" and told["dtypes"].keys() == {"bfloat16"}
+    assert told["num_bytes"] == sum(
+        path.stat().st_size
+        for path in target.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    )
+    assert main(["convert", str(source), str(target)]) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["convert", str(target), str(target), "--overwrite", "--dtype", "float32"]) == 0
+    assert leaves_of(open_checkpoint(str(target)))
+    assert main(["convert", str(target), str(source), "--overwrite"]) == 1
+    assert "is not replaced" in capsys.readouterr().err
+    assert {path.name for path in target.parent.iterdir()} == {"tiny"}
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", fail)
+    with pytest.raises(CheckpointError, match="No space left on device; free some space"):
+        convert(TINY, tmp_path / "tiny")
+    assert not list(tmp_path.iterdir())
