@@ -1,6 +1,5 @@
 """What a card needs at least for a pass: bytes at a measured rate, products at a stated one."""
 
-import ctypes
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,16 +59,3 @@ def in_a_row(call: Callable[[], Any], repeats: int) -> float:
         jax.block_until_ready(call())
         rounds.append((time.perf_counter() - begun) / repeats)
     return round(min(rounds) * 1e3, 3)
-
-
-def free_device_memory() -> int:
-    """As the driver says: what jax's allocator holds back counts as taken."""
-    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    driver.cuInit(0)
-    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
-    driver.cuCtxPushCurrent_v2(context)
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-    driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-    driver.cuDevicePrimaryCtxRelease_v2(0)
-    return free.value

@@ -360,21 +360,21 @@ def run_peer(rig: "Rig", args: argparse.Namespace) -> tuple[dict[str, Any], list
 
 def load_ladder(rig: "Rig", log: GraphLog | None) -> dict[str, Any]:
     """Device memory that the default ladder takes once loaded and run, and its graphs."""
-    from benchmarks.floors import free_device_memory
     from benchmarks.rig import compile_paths
+    from jaxprefill.kernels.device import driver_free_bytes
     from jaxprefill.prefill.buckets import GPU_BUCKETS, ShapeKey
 
     keys = [ShapeKey(tokens, rig.sizes.num_slots, CONTEXTS[-1]) for tokens in GPU_BUCKETS]
     rig.executables.clear()
     gc.collect()
-    before, begun = free_device_memory(), time.perf_counter()
+    before, begun = driver_free_bytes() or 0, time.perf_counter()
     compile_paths(rig, {("full", key) for key in keys})
     compiled = time.perf_counter()
     warm(rig)
     found: dict[str, Any] = {
         "executables": len(keys),
         "compile_s": round(compiled - begun, 1),
-        "lost_bytes": before - free_device_memory(),
+        "lost_bytes": before - (driver_free_bytes() or 0),
         "max_temp_bytes": max(rig.temp_bytes["full", key] for key in keys),
     }
     if log is not None:

@@ -73,7 +73,7 @@ class Assembly:
         self, ladder: BucketLadder, state: DeviceState, compiled: dict[str, Compiled]
     ) -> dict[ShapeKey, Executable]:
         """Runs `prefill_jobs` once they are compiled; none with the eager backend."""
-        match self.plan.config.prefill_backend:
+        match self.plan.path:
             case "full":
                 return {
                     key: self._executable("prefill", key, state, compiled) for key in ladder.keys
@@ -128,15 +128,14 @@ class Assembly:
         self, state: DeviceState, compiled: dict[str, Compiled], counters: EngineCounters
     ) -> PrefillRunner:
         plan = self.plan
-        backend = plan.config.prefill_backend
         return PrefillRunner(
             policy=PrefillPolicy(
                 ladder=plan.ladder,
-                is_enabled=backend != "eager",
+                is_enabled=plan.path != "eager",
                 max_padding_factor=plan.config.max_padding_factor,
             ),
             executables=self.prefill_executables(plan.ladder, state, compiled),
-            path=backend,
+            path=plan.path,
             fallback_ladder=plan.eager_ladder,
             fallback=self._layerwise("eager", plan.eager_ladder, state, compiled),
             is_strict=plan.config.strict_prefill,
@@ -145,9 +144,9 @@ class Assembly:
 
     def _prefill_jobs(self, ladder: BucketLadder) -> list[CompileJob]:
         jobs = [mark_job(self.shapes.hidden)] if self._is_staged else []
-        if self.plan.config.prefill_backend == "full":
+        if self.plan.path == "full":
             jobs += [self._job(f"prefill {key}", self._whole(key)) for key in ladder.keys]
-        if self.plan.config.prefill_backend == "layerwise":
+        if self.plan.path == "layerwise":
             jobs += self._layerwise_jobs("layerwise", ladder)
         return jobs
 

@@ -1,13 +1,15 @@
 """What a model is and how an engine is asked to run, as plain host data. Knows no device."""
 
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, Literal, get_args, get_type_hints
 
 from jaxprefill.errors import ConfigError
-from jaxprefill.integers import parse_count, parse_counts
 from jaxprefill.moe_config import MoeConfig
+from jaxprefill.options import check_choice, coerce, option, read_keys
 
-PrefillBackend = Literal["full", "layerwise", "eager"]
+PrefillBackend = Literal["auto", "full", "layerwise", "eager"]
 NAMED_LADDERS = ("auto", "default", "upstream")
 DType = Literal["auto", "float32", "bfloat16"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -48,7 +50,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_choice("model config: RoPE kind", self.kind, get_args(RopeKind))
+        check_choice("model config: RoPE kind", self.kind, get_args(RopeKind))
         for name in ("theta", "factor", "attention_factor"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"model config: {name} of RoPE must be positive")
@@ -72,7 +74,7 @@ class PoolingConfig:
     is_normalized: bool = True
 
     def __post_init__(self) -> None:
-        _check_choice("model config: pooling", self.kind, get_args(PoolingKind))
+        check_choice("model config: pooling", self.kind, get_args(PoolingKind))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ class ModelConfig:
                 f"model config: sliding_layers must name all {self.num_layers} layers, "
                 f"got {len(self.sliding_layers)}"
             )
-        _check_choice("model config: activation", self.activation, get_args(Activation))
+        check_choice("model config: activation", self.activation, get_args(Activation))
 
     @property
     def has_own_head(self) -> bool:
@@ -188,17 +190,17 @@ class ModelConfig:
                 )
 
 
-def option(default: Any, help_text: str, metavar: str | None = None) -> Any:
-    """A field that is also a command-line flag: the help text lives beside the default."""
-    return field(default=default, metadata={"help": help_text, "metavar": metavar})
+prefill_option = partial(option, is_prefill=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of an engine; each field is a keyword of `Engine` and a flag of the command line.
 
-    None means "chosen from model and device"; `plan.make_plan` resolves it. Strings are taken
-    wherever a flag would give one: `EngineConfig(prefill_buckets="16,64")`.
+    None and "auto" mean "chosen from model and device"; `plan.make_plan` resolves them and leaves
+    alone what is said. Strings are taken wherever a flag would give one:
+    `EngineConfig(prefill_buckets="16,64")`. What `prefill_config` says goes into the fields of
+    the same names, over what these were given; it is None afterwards.
 
     Raises:
         ConfigError: a value is out of range; the message names field, value and range.
@@ -223,30 +225,40 @@ class EngineConfig:
     max_running_requests: int | None = option(
         None, "requests that run at once (default: 16 on CPU, 64 on GPU)", "N"
     )
-    chunked_prefill_size: int | None = option(
+    prefill_config: str | Mapping[str, Any] | None = option(
+        None, "any of the next eight options in one JSON object, which win over flags", "JSON|FILE"
+    )
+    chunked_prefill_size: int | None = prefill_option(
         None, "most tokens in one step, and the last bucket (default: 1024 CPU, 8192 GPU)", "TOKENS"
     )
-    prefill_backend: PrefillBackend = option(
-        "full", "full: one executable a shape; layerwise: one a layer; eager: fallback only"
+    prefill_backend: PrefillBackend = prefill_option(
+        "auto",
+        "full: one executable a shape; layerwise: one a layer; eager: fallback only; auto: full, "
+        "but layerwise on a CPU where layers change kind often",
     )
-    prefill_buckets: str | tuple[int, ...] = option(
+    prefill_buckets: str | tuple[int, ...] = prefill_option(
         "auto",
         "auto (what `jaxprefill tune --write` chose, else default), default, upstream (SGLang's "
         "ladder), or token counts: 16,64,256",
         "LADDER",
     )
-    full_prefill_max_req: int | None = option(
+    full_prefill_max_req: int | None = prefill_option(
         None, "request slots of a prefill executable (default: max_running_requests)", "N"
     )
-    prefill_max_context: tuple[int, ...] = option(
+    prefill_max_context: tuple[int, ...] = prefill_option(
         (), "longest contexts the prefill executables take, e.g. 4K,32K (default: all)", "TOKENS"
     )
-    max_padding_factor: float | None = option(
+    max_padding_factor: float | None = prefill_option(
         None, "fall back when padded/real tokens exceed this (default: never)", "FACTOR"
     )
-    strict_prefill: bool = option(False, "make a fallback an error")
+    strict_prefill: bool = prefill_option(False, "make a fallback an error")
+    attention_backend: str = prefill_option(
+        "auto",
+        "auto, the name of an attention backend, or two joined by +: for layers with a sliding "
+        "window, and for the others",
+        "NAME",
+    )
     tensor_parallel_size: int = option(1, "devices that share every layer out among them", "N")
-    attention_backend: str = option("auto", "auto, or the name of an attention backend", "NAME")
     prefix_cache: bool = option(
         True, "keep the KV of prompts and answers for requests that begin alike"
     )
@@ -282,21 +294,37 @@ class EngineConfig:
             if value < 1:
                 raise ConfigError(f"prefill_max_context must be a positive integer, got {value}")
         if isinstance(self.prefill_buckets, str):
-            _check_choice(
+            check_choice(
                 "prefill_buckets", self.prefill_buckets, (*NAMED_LADDERS, "counts like 16,64,256")
             )
-        _check_choice("prefill_backend", self.prefill_backend, get_args(PrefillBackend))
+        check_choice("prefill_backend", self.prefill_backend, get_args(PrefillBackend))
         if self.strict_prefill and self.prefill_backend == "eager":
             raise ConfigError(
                 "strict_prefill forbids the path that prefill_backend='eager' asks for; drop one"
             )
-        _check_choice("dtype", self.dtype, get_args(DType))
+        check_choice("dtype", self.dtype, get_args(DType))
 
     def _coerce(self) -> None:
         """Turns command-line text into the field's type; refuses any other type."""
+        told = prefill_keys(self.prefill_config)
         for item, hint in engine_options():
-            value = coerce(item.name, getattr(self, item.name), hint)
+            given = told.get(item.name, getattr(self, item.name))
+            value = None if item.name == "prefill_config" else coerce(item.name, given, hint)
             object.__setattr__(self, item.name, value)
+
+    @property
+    def prefill_differences(self) -> dict[str, Any]:
+        """The `prefill_config` that says what this one says: what differs from defaults, for JSON.
+
+        Nothing else, as whatever such an object names counts as said by the user.
+        """
+        prefill = [item for item, _ in engine_options() if item.metadata["is_prefill"]]
+        values = {item.name: getattr(self, item.name) for item in prefill}
+        return {
+            item.name: list(value) if isinstance(value, tuple) else value
+            for item in prefill
+            if (value := values[item.name]) != item.default
+        }
 
 
 def engine_options() -> list[tuple["Field[Any]", Any]]:
@@ -316,35 +344,11 @@ def make_config(**options: Any) -> EngineConfig:
     return EngineConfig(**options)
 
 
-def coerce(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint` says; text is parsed as the command line would."""
-    kinds = set(get_args(hint)) if get_origin(hint) not in (Literal, tuple) else {hint}
-    kinds = kinds or {hint}
-    if value is None and type(None) in kinds:
-        return None
-    if tuple[int, ...] in kinds:
-        is_word = isinstance(value, str) and str in kinds and value.isalpha()
-        return value if is_word else parse_counts(name, value)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if int in kinds:
-        return parse_count(name, value)
-    if float in kinds:
-        return _parse_float(name, value)
-    if isinstance(value, str) and hint is not bool:
-        return value
-    raise ConfigError(f"{name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+def prefill_keys(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options that a `prefill_config` names, with what it says.
 
-
-def _parse_float(name: str, value: Any) -> float:
-    try:
-        if isinstance(value, bool):
-            raise ValueError
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} must be a number, got {value!r}") from None
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    Raises:
+        ConfigError: it cannot be read, or has an unknown key; lists the known ones.
+    """
+    known = [item.name for item, _ in engine_options() if item.metadata["is_prefill"]]
+    return {} if given is None else read_keys("prefill_config", given, known)

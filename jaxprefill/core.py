@@ -22,7 +22,11 @@ from jaxprefill.updates import RequestUpdate, SampledToken, cut_top
 
 @dataclass
 class EngineCore:
-    """Requests in, updates out. Not thread-safe: one thread adds, aborts and steps."""
+    """Requests in, updates out. Not thread-safe: one thread adds, aborts and steps.
+
+    Attributes:
+        graph_bytes: device memory that executables took when they first ran, beyond XLA's own.
+    """
 
     state: DeviceState
     plan: EnginePlan
@@ -32,6 +36,7 @@ class EngineCore:
     counters: EngineCounters
     scheduler: Scheduler = field(init=False)
     compilations: CompilationCounter = field(default_factory=CompilationCounter)
+    graph_bytes: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         pages = PageAllocator(self.plan.num_pages, self.plan.config.page_size)

@@ -308,17 +308,17 @@ class Engine:
         Keys: passes (by path), executables (passes by executable), fallbacks (by reason),
         padding (tokens by executable), real_tokens, padding_tokens, cached_tokens, preemptions,
         corrupted_requests, compilations_after_ready (of the whole process: another engine's, and
-        the caller's own, count), num_running and num_waiting (requests),
-        kv_pages (free ones may be cached), memory (bytes on each device), mesh (devices by axis,
-        processes), device (platform, kind), ladder (the shapes that are built), startup_s,
-        lowered_at_start and compiled_at_start (of the whole process), compiled (records), faults
-        (of stores).
+        the caller's own, count), num_running and num_waiting (requests), kv_pages (free ones may
+        be cached), memory (bytes on each device), mesh (devices by axis, processes), device,
+        ladder (the shapes that are built), startup_s, lowered_at_start and compiled_at_start (of
+        the whole process), compiled (records, on GPUs with each pass's graph), faults (of stores).
         """
         core, counters = self._core, self._core.counters
         records = self._started.records
         memory = core.state.nbytes() | {
             "executable_temp_max": max(record.temp_bytes for record in records),
             "executable_code": sum(record.code_bytes for record in records),
+            "graphs": sum(core.graph_bytes.values()) if core.graph_bytes else None,
             "free": free_memory_bytes(),
         }
         return {
@@ -350,7 +350,7 @@ class Engine:
             "lowered_at_start": self._started.num_lowered,
             "compiled_at_start": self._started.num_compiled,
             "faults": self._started.faults,
-            "compiled": [record.as_dict() for record in records],
+            "compiled": self._started.compiled_table(),
         }
 
     def close(self) -> None:

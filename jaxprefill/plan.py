@@ -17,6 +17,7 @@ from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.decoder import attention_specs
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import share_of
+from jaxprefill.prefill.backend import PrefillPath, choose_prefill_backend
 from jaxprefill.prefill.buckets import (
     CPU_BUCKETS,
     GPU_BUCKETS,
@@ -45,6 +46,8 @@ class EnginePlan:
         sample_rows, score_rows: row counts of the LM head; none where the model lacks it.
         pool_rows: row count of what makes embeddings and reads the classifier.
         ladder_origin: where the buckets come from, where neither the user nor the default says.
+        path: what prefill executables are: `config.prefill_backend`, or chosen.
+        path_why: why, where the user left it open.
         cache_spec: what one device keeps per token.
         num_pages: pages of each pool, and layer.
     """
@@ -65,7 +68,9 @@ class EnginePlan:
     sample_rows: tuple[int, ...]
     score_rows: tuple[int, ...]
     pool_rows: int
+    path: PrefillPath
     ladder_origin: str = ""
+    path_why: str = ""
 
     @property
     def default_buckets(self) -> tuple[int, ...]:
@@ -90,7 +95,7 @@ class EnginePlan:
         origin = f" ({self.ladder_origin})" if self.ladder_origin else ""
         return (
             f"{self.device.platform}, {self.dtype.name}, attention {self.backend.name}; "
-            f"prefill {self.config.prefill_backend}: "
+            f"prefill {self.path}: "
             f"buckets {_joined(self.ladder.buckets)}{origin}, "
             f"{self.ladder.num_slots} slots, context {_joined(self.ladder.max_contexts)}; "
             f"decode slots {_joined(self.decode_slots)}"
@@ -99,7 +104,7 @@ class EnginePlan:
     def ladder_table(self) -> dict[str, Any]:
         """The shapes that are built, ready for JSON."""
         return {
-            "path": self.config.prefill_backend,
+            "path": self.path,
             "buckets": list(self.ladder.buckets),
             "origin": self.ladder_origin,
             "slots": self.ladder.num_slots,
@@ -136,23 +141,21 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         KernelUnsupported: no attention backend fits.
     """
     is_cpu = device.platform == "cpu"
-    dtype = _resolve_dtype(config, device)
-    context = _resolve_context(config, model)
+    dtype, context = _resolve_dtype(config, device), _resolve_context(config, model)
+    model, most = _served(model, context), model.context_length
+    path, why = choose_prefill_backend(config.prefill_backend, model, platform=device.platform)
     max_contexts = resolve_max_contexts(
         config.prefill_max_context,
         page_size=config.page_size,
-        model_context=model.context_length,
+        model_context=most,
         context=context,
-        is_used=config.prefill_backend != "eager",
+        is_used=path != "eager",
     )
-    model = _served(model, context)
     needs = _attention_needs(config, model, device, dtype, has_max=max_contexts != (context,))
     backend = select_backend(config.attention_backend, needs)
     share = _resolve_share(config, model, device)
-    max_running = config.max_running_requests or (16 if is_cpu else 64)
+    max_running = _resolve_running(config, is_cpu=is_cpu)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
-    if max_running > MAX_RUNNING:
-        raise ConfigError(f"max_running_requests must be at most {MAX_RUNNING}, got {max_running}")
     slots = min(config.full_prefill_max_req or max_running, max_running)
     # XLA's CPU compiler would convert every weight for one row of bfloat16.
     smallest = 2 if is_cpu and dtype == jnp.bfloat16 else 1
@@ -177,6 +180,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         sample_rows=row_counts,
         score_rows=() if not has_head else (16, 128) if is_cpu else (16, 256),
         pool_rows=min(max_running, 16),
+        path=path,
+        path_why=why,
     )
 
 
@@ -230,6 +235,13 @@ def _served(model: ModelConfig, context: int) -> ModelConfig:
     if window is not None and window >= context:
         model = replace(model, sliding_window=None, sliding_layers=())
     return replace(model, context_length=context)
+
+
+def _resolve_running(config: EngineConfig, *, is_cpu: bool) -> int:
+    running = config.max_running_requests or (16 if is_cpu else 64)
+    if running > MAX_RUNNING:
+        raise ConfigError(f"max_running_requests must be at most {MAX_RUNNING}, got {running}")
+    return running
 
 
 def _resolve_context(config: EngineConfig, model: ModelConfig) -> int:

@@ -32,6 +32,7 @@ from jaxprefill.prefill.fused import uses_fused_layers
 from jaxprefill.prefill.library import Library, open_library
 from jaxprefill.prefill.program import OperandsLostError
 from jaxprefill.processes import check_agreement
+from jaxprefill.warming import warm_up
 from jaxprefill.weights.checkpoint import Checkpoint
 from jaxprefill.weights.load import check_names, check_shapes, load_leaves
 
@@ -55,6 +56,13 @@ class Started:
     faults: list[str] = field(default_factory=list[str])
     num_lowered: int = 0
     num_compiled: int = 0
+
+    def compiled_table(self) -> list[dict[str, Any]]:
+        """The records, each with what its graph takes where that is known. Ready for JSON."""
+        graphs = self.core.graph_bytes
+        return [
+            record.as_dict() | {"graph_bytes": graphs.get(record.name)} for record in self.records
+        ]
 
     def describe_executables(self) -> str:
         """How many were loaded, how many compiled, in how many seconds, and what was wrong."""
@@ -208,19 +216,3 @@ def _warmed(assembly: Assembly, leaves: Leaves, compiled: dict[str, Compiled]) -
             state.delete(has_weights=False)  # before they are made anew
         else:
             return core
-
-
-def warm_up(core: EngineCore, plan: EnginePlan) -> None:
-    """Runs executables on empty batches.
-
-    On a GPU each three times: the first call may run op by op, and the graph is recorded on the
-    next. A CPU records nothing, and empty batches take it as long as full ones: there the smallest
-    of each kind runs once, which shows whether what was loaded runs here at all. A larger one that
-    does not is compiled when it is first called, as `LoadedProgram` says.
-    """
-    is_cpu = plan.device.platform == "cpu"
-    for _ in range(1 if is_cpu else 3):
-        core.prefill.warm(core.state, is_brief=is_cpu)
-        core.decode.warm(core.state, is_brief=is_cpu)
-        core.heads.warm(core.state, is_brief=is_cpu)
-    jax.block_until_ready(core.state.hidden)

@@ -22,7 +22,7 @@ TOP_LEVEL = {
 
 # Layers from the bottom up; a module may import its own layer and those below.
 LAYERS = [
-    ["errors", "integers", "grammar"],
+    ["errors", "integers", "grammar", "options"],
     ["config", "moe_config", "request", "counters"],
     ["batch", "chat_template", "tokenizer", "updates", "constraints"],
     ["kernels", "compat", "processes", "store", "cache.pages", "cache.prefix", "cache.spec"],
@@ -31,7 +31,7 @@ LAYERS = [
     ["prefill", "decode", "sampling", "scheduler"],
     ["tuning", "remote.spawn"],
     ["plan", "tuning.chosen", "admission", "collector", "embeddings", "client"],
-    ["arguments"],
+    ["arguments", "resolved"],
     ["reranking"],
     ["readings"],
     ["server"],  # it sees engines through `client` alone
@@ -41,6 +41,7 @@ LAYERS = [
     ["loop"],
     ["assembly", "fingerprint"],
     ["tuning.measure", "inspection"],
+    ["warming"],
     ["startup"],
     ["precompile"],
     ["engine"],
@@ -51,6 +52,7 @@ LAYERS = [
 HOST_ONLY = [
     "errors",
     "integers",
+    "options",
     "config",
     "moe_config",
     "request",
@@ -69,6 +71,7 @@ HOST_ONLY = [
     "cache.pages",
     "cache.prefix",
     "cache.spec",
+    "prefill.backend",
     "prefill.buckets",
     "prefill.contexts",
     "prefill.policy",

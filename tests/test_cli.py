@@ -201,6 +201,41 @@ def test_the_table_of_logprobs_ends_in_totals(shared, engine, cli):
     assert "tokens: 4 prompt in" in err
 
 
+# --- config
+
+
+def test_config_says_where_every_option_comes_from(cli):
+    argv = ["--strict-prefill", "--prefill-buckets", "8", "--page-size", "8", "--json"]
+    status, out, _ = cli("config", "--prefill-config", '{"prefill_buckets": [16, 64]}', *argv)
+    found = json.loads(out)
+    assert status == 0 and found["prefill_config"] == {
+        "prefill_buckets": [16, 64],
+        "strict_prefill": True,
+    }
+    options = found["options"]
+    assert options["prefill_buckets"] == {
+        "value": [16, 64],
+        "origin": "prefill_config, over the flag",
+    }
+    assert options["strict_prefill"] == {"value": True, "origin": "flag"}
+    assert options["dtype"] == {"value": "auto", "origin": "default"}
+    assert set(options) == {item.name for item, _ in engine_options()} - {"prefill_config"}
+
+
+def test_config_resolved_shows_what_an_engine_would_take(cli, monkeypatch):
+    opened = TinyCheckpoint()
+    monkeypatch.setattr("jaxprefill.weights.locate.open_checkpoint", lambda model: opened)
+    status, out, err = cli("config", "--resolved", "--prefill-max-context", "100", "--json")
+    options = json.loads(out)["options"]
+    assert status == 0 and not err
+    assert options["dtype"]["value"] == "float32"
+    assert options["dtype"]["origin"].startswith("default: the fastest")
+    assert options["prefill_max_context"] == {"value": [112], "origin": "flag: whole pages of 16"}
+    assert options["context_length"] == {"value": 160, "origin": "default: the model's limit"}
+    status, out, _ = cli("config", "--resolved")
+    assert status == 0 and "--prefill-backend" in out and "layerwise" not in out
+
+
 # --- models, help, version
 
 

@@ -1,10 +1,14 @@
 """Options: parsing, ranges, and what they resolve to."""
 
+import json
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
+from jaxprefill import warming
 from jaxprefill.config import EngineConfig, ModelConfig, RopeConfig, make_config
 from jaxprefill.errors import ConfigError, KernelUnsupported
 from jaxprefill.integers import parse_count, parse_counts
@@ -13,6 +17,7 @@ from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.plan import make_plan
+from jaxprefill.resolved import resolved_options
 from tests.tiny import tiny_config
 
 CPU = DeviceInfo(platform="cpu", kind="cpu", memory_bytes=24 * 2**30, has_bf16_matmul=False)
@@ -213,3 +218,110 @@ def test_what_is_served_decides_the_window_and_the_longrope_factors():
     for context, factor in ((100, 1), (101, 2)):
         served = plan(model=tiny_config(rope=rope), context_length=context).model
         assert rotary_frequencies(served)[0] == 1 / factor
+
+
+PREFILL = dict(prefill_buckets=[16, 64], strict_prefill=True, prefill_max_context="4K,8k")
+
+
+@pytest.mark.parametrize("form", ["mapping", "text", "file"])
+def test_prefill_config_wins_over_flags_and_flags_over_defaults(form, tmp_path):
+    given = PREFILL if form == "mapping" else json.dumps(PREFILL)
+    if form == "file":
+        (tmp_path / "prefill.json").write_text(given)
+        given = str(tmp_path / "prefill.json")
+    found = make_config(
+        prefill_config=given, prefill_buckets="8", max_padding_factor=2, page_size=8
+    )
+    assert found == EngineConfig(
+        prefill_buckets=(16, 64),
+        strict_prefill=True,
+        prefill_max_context=(4096, 8000),
+        max_padding_factor=2.0,
+        page_size=8,
+    )
+    # It is merged once: what is replaced later stays replaced.
+    assert replace(found, prefill_buckets=(32,)).prefill_buckets == (32,)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ('{"prefill_bucket": [16]}', "unknown key prefill_bucket"),
+        ('{"page_size": 8}', "unknown key page_size"),
+        ('{"strict_prefill": true', "JSON object, got"),
+        ("[1]", "JSON object"),
+        ('{"strict_prefill": true, "strict_prefill": false}', "strict_prefill twice"),
+        ("no/such/file.json", "no/such/file.json"),
+        (5, "got 5"),
+    ],
+)
+def test_a_prefill_config_that_cannot_be_read_lists_the_keys(given, named):
+    with pytest.raises(ConfigError, match=named) as caught:
+        make_config(prefill_config=given)
+    for key in ("prefill_backend", "prefill_max_context", "attention_backend"):
+        assert key in str(caught.value)
+
+
+def test_a_value_in_prefill_config_is_checked_as_a_flag_would_be():
+    with pytest.raises(ConfigError, match="prefill_buckets must be a whole number"):
+        make_config(prefill_config={"prefill_buckets": [1.5]})
+    with pytest.raises(ConfigError, match="strict_prefill"):
+        make_config(prefill_config={"strict_prefill": "yes"})
+
+
+def test_prefill_differences_say_just_what_is_not_a_default():
+    config = make_config(prefill_config=PREFILL, page_size=8)
+    told = config.prefill_differences
+    assert set(told) == set(PREFILL), "whatever it names would count as said by the user"
+    assert make_config(prefill_config=json.dumps(told), page_size=8) == config
+    assert EngineConfig().prefill_differences == {}
+
+
+def alternating(num_layers):
+    layers = tuple(index % 2 == 0 for index in range(num_layers))
+    return tiny_config(num_layers=num_layers, sliding_window=8, sliding_layers=layers)
+
+
+def test_rules_choose_the_prefill_backend_only_where_the_user_did_not():
+    assert plan().path == "full" and plan(model=alternating(8)).path == "full"
+    auto = plan(model=alternating(9))
+    assert auto.path == "layerwise" and "change kind 8 times" in auto.path_why
+    assert plan(GPU, model=alternating(9), kv_cache_tokens=4096).path == "full"
+    for told in (dict(prefill_backend="full"), dict(prefill_config={"prefill_backend": "full"})):
+        found = plan(model=alternating(9), **told)
+        assert found.path == "full" and not found.path_why
+    assert plan(model=alternating(9), context_length=8).path == "full", "no window is left"
+
+
+def test_resolved_options_say_what_was_left_open():
+    found = resolved_options(plan(prefill_max_context="100", page_size=16))
+    assert found["prefill_max_context"] == ((112,), "whole pages of 16")
+    assert found["dtype"].value == "float32" and found["attention_backend"].value == "xla"
+    assert found["prefill_buckets"].why == "default of a cpu"
+    assert all(why for value, why in found.values())
+
+
+def test_graph_memory_is_told_by_executable_as_the_driver_counts_it(monkeypatch):
+    free = iter([1000, 1000, 1000, 900, 900, 900, 880, 850, 850, 850, 870, 870])
+    monkeypatch.setattr(warming, "driver_free_bytes", lambda: next(free, 850))
+
+    def warm(*names):
+        def run(state, *, is_brief, on_ran=None):
+            for name in names if on_ran else ():
+                on_ran(name)
+
+        return SimpleNamespace(warm=run)
+
+    core = SimpleNamespace(
+        state=SimpleNamespace(hidden=jnp.zeros(1)),
+        prefill=warm("prefill 8x4x160", "eager 64x4x160"),
+        decode=warm("decode 4x4x160"),
+        heads=warm(),
+        graph_bytes={},
+    )
+    warming.warm_up(core, SimpleNamespace(device=GPU))
+    assert core.graph_bytes == {
+        "prefill 8x4x160": 0,
+        "eager 64x4x160": 20,
+        "decode 4x4x160": 130,
+    }

@@ -23,6 +23,7 @@ from jaxprefill.cli import (
     tune,
 )
 from jaxprefill.cli import compile as compile_command
+from jaxprefill.cli import config as config_command
 from jaxprefill.cli.command import Command
 from jaxprefill.cli.streams import discard_stdout, emit, logging_to_stderr, note, prepare_streams
 from jaxprefill.errors import ConfigError, JaxPrefillError, RequestError
@@ -38,6 +39,7 @@ COMMANDS: tuple[Command, ...] = (
     convert.COMMAND,
     inspect.COMMAND,
     tune.COMMAND,
+    config_command.COMMAND,
     models.COMMAND,
 )
 

@@ -1,6 +1,6 @@
 """Runs a pure decode batch in the smallest slot bucket that holds it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jaxprefill.batch import Batch
 from jaxprefill.counters import EngineCounters
@@ -37,8 +37,19 @@ class DecodeRunner:
             f"{num_rows} rows; raise max_running_requests"
         )
 
-    def warm(self, state: DeviceState, *, is_brief: bool = False) -> None:
-        """Runs each executable once on an empty batch, uncounted; or the smallest alone."""
+    def warm(
+        self,
+        state: DeviceState,
+        *,
+        is_brief: bool = False,
+        on_ran: Callable[[str], None] | None = None,
+    ) -> None:
+        """Runs each executable once on an empty batch, uncounted; or the smallest alone.
+
+        `on_ran` is told the name of each.
+        """
         executables = list(self._executables.values())
         for executable in executables[:1] if is_brief else executables:
             executable.run(state, Batch(rows=(), is_decode=True))
+            if on_ran is not None:
+                on_ran(f"decode {executable.key}")

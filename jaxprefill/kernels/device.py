@@ -1,5 +1,6 @@
 """The only place that looks at the chip."""
 
+import ctypes
 import os
 import platform
 import time
@@ -167,6 +168,29 @@ def free_memory_bytes() -> int | None:
     if "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def driver_free_bytes() -> int | None:
+    """Free memory of the first NVIDIA GPU as its driver says, or None where there is none.
+
+    What jax's allocator holds back counts as taken, and so do graphs, of which XLA says nothing.
+    """
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # another maker's
+        return None
+    context, number = ctypes.c_void_p(), ctypes.c_int(device.local_hardware_id or 0)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    if driver.cuInit(0) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number):
+        return None
+    driver.cuCtxPushCurrent_v2(context)
+    status = driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+    driver.cuDevicePrimaryCtxRelease_v2(number)
+    return None if status else free.value
 
 
 def _main_memory() -> int:

@@ -1,7 +1,7 @@
 """Runs a prefill or mixed batch: decide, pad, execute, or fall back with a counted reason."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 from jaxprefill.batch import Batch
@@ -66,12 +66,24 @@ class PrefillRunner:
         else:
             self._run(state, batch, self._executables[decision.key], self._path)
 
-    def warm(self, state: DeviceState, *, is_brief: bool = False) -> None:
-        """Runs each executable once on an empty batch, uncounted; or the smallest of each path."""
-        for executables in (self._executables, self._fallback):
+    def warm(
+        self,
+        state: DeviceState,
+        *,
+        is_brief: bool = False,
+        on_ran: Callable[[str], None] | None = None,
+    ) -> None:
+        """Runs each executable once on an empty batch, uncounted; or the smallest of each path.
+
+        `on_ran` is told the name of each.
+        """
+        own = "prefill" if self._path == "full" else self._path
+        for path, executables in ((own, self._executables), ("eager", self._fallback)):
             ascending = sorted(executables)
             for key in ascending[:1] if is_brief else ascending:
                 executables[key].run(state, Batch(rows=(), is_decode=False))
+                if on_ran is not None:
+                    on_ran(f"{path} {key}")
 
     def _run_fallback(self, state: DeviceState, batch: Batch, why: Fallback) -> None:
         if self._is_strict:

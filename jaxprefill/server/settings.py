@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import get_type_hints
 
-from jaxprefill.config import coerce, option
 from jaxprefill.errors import ConfigError
+from jaxprefill.options import coerce, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,7 @@ def conditions_of(plan: EnginePlan) -> dict[str, Any]:
     return {
         "dtype": plan.dtype.name,
         "attention_backend": plan.backend.name,
-        "prefill_backend": plan.config.prefill_backend,
+        "prefill_backend": plan.path,
         "chunked_prefill_size": plan.chunked_prefill_size,
         "jax": jax.__version__,
     }

@@ -59,7 +59,7 @@ class ShapeMeasurer:
             ConfigError: the plan has no prefill executables.
             CheckpointError: the weights do not fit the architecture.
         """
-        if plan.config.prefill_backend == "eager":
+        if plan.path == "eager":
             raise ConfigError(
                 "prefill_backend must be full or layerwise to measure buckets, got 'eager', "
                 "which has none"
