@@ -8,9 +8,9 @@
 `rates`: time to the first token and to the end, throughput, goodput (answers within --max-ttft-ms
 and --max-e2e-ms), rejections, items a second. `limit`: the highest rate at which the p99 of the end
 keeps to --max-e2e-ms and nothing is refused, from the first --rate on. `overload`: first what the
-server sustains, then twice as much, with /health asked every 100 ms; pages and memory before and
-after. `front`: 16-token scoring requests, 64 at a time over HTTP, beside the same prompts in one
-call of the engine.
+server sustains, then twice as much, with /health asked every 100 ms (by a process of its own, which
+`health` is); pages and memory before and after. `front`: 16-token scoring requests, 64 at a time
+over HTTP, beside the same prompts in one call of the engine.
 """
 
 import argparse
@@ -124,6 +124,7 @@ async def _at_rate(
 async def overload(args: argparse.Namespace) -> dict[str, Any]:
     """Twice what the server sustains, and whether it is as before afterwards."""
     connections, watch = (Connections(args.url, key=args.api_key) for _ in range(2))
+    command = [sys.executable, "-m", "benchmarks.serving", "health", "--url", args.url]
 
     async def send(index: int, due: float) -> Sample:
         return await connections.send(make_query(args, 10**6 + index), due)
@@ -132,10 +133,15 @@ async def overload(args: argparse.Namespace) -> dict[str, Any]:
     found = await closed_loop(send, concurrency=args.concurrency, duration_s=warm_s)
     sustained = sum(sample.status == 200 for sample in found) / warm_s
     before = await _state(watch, args.pid)
-    watching = asyncio.ensure_future(_watch_health(watch))
-    row = await _at_rate(connections, args, 2 * sustained)
-    watching.cancel()
-    health = await watching
+    watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert watching.stdout
+    try:
+        waits = [float(watching.stdout.readline())]
+        row = await _at_rate(connections, args, 2 * sustained)
+    finally:
+        watching.terminate()
+        printed, _ = watching.communicate()
+    waits += map(float, printed.split())
     await asyncio.sleep(1.0)
     after = await _state(watch, args.pid)
     connections.close()
@@ -143,22 +149,22 @@ async def overload(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "sustained_per_s": round(sustained, 2),
         **row,
-        "health_ms": percentiles(health) | {"max": round(1000 * max(health), 2)},
+        "health_ms": percentiles(waits) | {"max": round(1000 * max(waits), 2)},
         "before": before,
         "after": after,
     }
 
 
-async def _watch_health(watch: Connections) -> list[float]:
-    """Seconds that /health took, until cancelled; a failure counts as infinite."""
-    found: list[float] = []
-    try:
+async def health(args: argparse.Namespace) -> None:
+    """Prints the seconds that /health took, ten times a second until ended; `inf`: a failure.
+
+    In the process that makes the load, the wait for its own turn would count.
+    """
+    with closing(Connections(args.url)) as connections:
         while True:
-            sample = await watch.send(Query("/health", {}))
-            found.append(sample.total_s if sample.status == 200 else float("inf"))
+            sample = await connections.send(Query("/health", {}))
+            print(sample.total_s if sample.status == 200 else "inf", flush=True)
             await asyncio.sleep(0.1)
-    except asyncio.CancelledError:
-        return found
 
 
 async def _state(watch: Connections, pid: int | None) -> dict[str, Any]:
@@ -259,10 +265,13 @@ def engine(args: argparse.Namespace) -> None:
             print(time.perf_counter() - began, flush=True)
 
 
+MODES = {"rates": rates, "limit": limit, "overload": overload, "front": front, "health": health}
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Modes and options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
-    parser.add_argument("mode", choices=("rates", "limit", "overload", "front", "engine"))
+    parser.add_argument("mode", choices=(*MODES, "engine"))
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", help="its name; default: the server's only one")
     parser.add_argument("--api-key")
@@ -290,8 +299,7 @@ def main() -> None:
     if args.mode == "engine":
         engine(args)
         return
-    mode = {"rates": rates, "limit": limit, "overload": overload, "front": front}[args.mode]
-    found = asyncio.run(mode(args))
+    found = asyncio.run(MODES[args.mode](args))
     print(json.dumps(found, indent=2))
     if args.output:
         args.output.write_text(json.dumps(found, indent=2) + "\n")

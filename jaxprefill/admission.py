@@ -112,6 +112,8 @@ class Admission:
             self._check_characters(prompt)
             ids = tuple(self.tokenizer.encode(prompt))
         else:
+            if len(prompt) > self.context_length:  # perhaps by far: its ids need no look
+                self.check_length(len(prompt))
             ids = as_ids(prompt)
         if not ids:
             raise RequestError(

@@ -22,6 +22,7 @@ from jaxprefill.errors import RequestError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_WINDOW = 16
+_LONG = 4096  # characters or ids from which the pipeline's batch calls are taken: they free the GIL
 
 
 class Tokenizer:
@@ -116,12 +117,19 @@ class Tokenizer:
             RequestError: the text holds a lone surrogate, which is no character.
         """
         _require_encodable(text, param="prompt")
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
 
     def offsets(self, text: str) -> list[int]:
         """For each token of `encode(text)`, the characters of the text before it."""
         found, reached = list[int](), 0
-        for start, _ in self._backend.encode(text).offsets:  # special tokens have none
+        if len(text) < _LONG:
+            encoded = self._backend.encode(text)
+        else:
+            (encoded,) = self._backend.encode_batch([text])
+        for start, _ in encoded.offsets:  # special tokens have none
             reached = max(reached, start)
             found.append(reached)
         return found
@@ -134,11 +142,17 @@ class Tokenizer:
         """
         for text in (first, second):
             _require_encodable(text, param="prompt")
-        return self._backend.encode(first, second).ids
+        if len(first) + len(second) < _LONG:
+            return self._backend.encode(first, second).ids
+        (found,) = self._backend.encode_batch_fast([(first, second)])
+        return found.ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of some ids; ids that the tokenizer does not know have none."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return text
 
     def apply_chat_template(
         self,

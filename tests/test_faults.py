@@ -187,6 +187,7 @@ def test_two_minutes_of_twice_what_can_be_served(server):
     print(json.dumps(found, indent=2))
     check_overload(found)
     assert found["after"]["resident_mib"] < found["before"]["resident_mib"] + 64
+    assert found["health_ms"]["max"] < 200
 
 
 def load_flags(server: Server, *, seconds: float) -> list[str]:

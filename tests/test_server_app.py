@@ -80,6 +80,12 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read():
     asyncio.run(without_a_length())
 
 
+def test_a_body_of_a_million_values_is_refused_before_it_is_decoded():
+    """To decode them would hold up everybody else."""
+    error = Http().error(PATH, b'{"prompt": [' + b"5," * 2**20 + b"5]}", status=413)
+    assert "at most 1048576 values" in error["message"]
+
+
 def test_keys_guard_all_but_what_tells_the_state():
     http = Http(api_key=("first", "zwölf"))
     assert http.post(PATH, BODY).status_code == 401

@@ -63,6 +63,12 @@ def test_texts_far_longer_than_the_context_are_taken_but_not_without_limit(http)
         ("/detokenize", {"tokens": [True]}, "tokens", "True"),
         ("/detokenize", {"tokens": [[1], 2]}, "tokens", "2"),
         ("/detokenize", {"tokens": [2**63]}, "tokens", str(2**63)),
+        (
+            "/detokenize",
+            {"tokens": [[5] * 5000, [5] * 121]},
+            "tokens",
+            "at most 5120 ids, got 5121",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(http, path, body, param, said):

@@ -453,3 +453,18 @@ def test_the_demo_streams_what_it_decodes(demo_tokenizer: Tokenizer, ids: list[i
 def test_the_demo_round_trips_any_text(demo_tokenizer: Tokenizer, text: str) -> None:
     ids = demo_tokenizer.encode(text)
     assert "".join(stream(demo_tokenizer, ids, skip_special_tokens=False)) == text
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_long_texts_have_the_ids_of_their_pipeline(make):
+    """They take its calls that let other threads run."""
+    tokenizer, text = make(), "hello 123 é<think>ab\n" * 400
+    pipeline = tokenizers.Tokenizer.from_str(tokenizer.parts().pipeline)
+    for special in (True, False):
+        expected = pipeline.encode(text, add_special_tokens=special)
+        assert tokenizer.encode(text, add_special_tokens=special) == expected.ids
+    assert tokenizer.offsets(text)[-1] == pipeline.encode(text).offsets[-1][0]
+    assert tokenizer.encode_pair(text, "ab") == pipeline.encode(text, "ab").ids
+    for skip in (True, False):
+        found = tokenizer.decode(expected.ids, skip_special_tokens=skip)
+        assert found == pipeline.decode(expected.ids, skip_special_tokens=skip)

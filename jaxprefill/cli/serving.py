@@ -4,6 +4,7 @@ It imports the server's packages, so `serve` imports it when it runs. It imports
 """
 
 import asyncio
+import gc
 import time
 
 import uvloop
@@ -40,9 +41,16 @@ async def _serve(
     *,
     is_verbose: bool,
 ) -> int:
+
+    def started(message: Progress | Ready) -> None:
+        if isinstance(message, Ready):  # what is there now stays: no collection looks at it again
+            gc.collect()
+            gc.freeze()
+        reporter.started(message)
+
     engine = EngineProcess(
         config,
-        on_started=reporter.started,
+        on_started=started,
         on_lost=reporter.lost,
         is_verbose=is_verbose,
         spawned=spawned,

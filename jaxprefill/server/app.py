@@ -79,7 +79,7 @@ def _middleware(settings: ServerSettings, observer: Observer) -> list[Middleware
     return found
 
 
-def _plain_error(request: HttpRequest, error: Exception) -> Response:
+async def _plain_error(request: HttpRequest, error: Exception) -> Response:
     """Starlette's own errors: no such route, or no such method there."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(getattr(error, "headers", None) or {})
@@ -91,7 +91,7 @@ def _plain_error(request: HttpRequest, error: Exception) -> Response:
     return _response(ApiError(status, message, code=code, headers=headers))
 
 
-def _any_error(_: HttpRequest, error: Exception) -> Response:
+async def _any_error(_: HttpRequest, error: Exception) -> Response:
     return _response(as_api_error(error))
 
 

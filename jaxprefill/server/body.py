@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ _OLD_CONSTRAINTS = {
     *("regex", "ebnf", "structural_tag"),
 }
 _warned: set[str] = set()
+_MAX_VALUES = 2**20  # of one body: while more are decoded, everybody else would wait
 _RULES = {
     "int": "an integer",
     "float": "a number",
@@ -73,14 +75,18 @@ def decode(body: bytes, kind: type[B]) -> B:
     """The fields of a JSON object.
 
     Raises:
+        ApiError: 413, it holds too many values.
         RequestError: this is no JSON object, or a field has a wrong type.
     """
+    if len(body) > _MAX_VALUES and body.count(b",") >= _MAX_VALUES:
+        message = f"the body must hold at most {_MAX_VALUES} values; send less at a time"
+        raise ApiError(413, message, code="body_too_large")
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body must be a JSON object in UTF-8, but {error}") from None
     if not isinstance(data, dict):
-        raise RequestError(f"the body must be a JSON object, got {data!r:.80}")
+        raise RequestError(f"the body must be a JSON object, got {_brief(data)!r:.80}")
     return convert(data, kind)
 
 
@@ -109,7 +115,20 @@ def _warn_of_constraints(data: dict[str, Any]) -> None:
 
 def wrong(param: str, rule: str, value: object) -> RequestError:
     """The error for a field whose value breaks a rule."""
-    return RequestError(f"{param} must be {rule}, got {value!r:.80}", param=param)
+    return RequestError(f"{param} must be {rule}, got {_brief(value)!r:.80}", param=param)
+
+
+def _brief(value: Any, depth: int = 3) -> Any:
+    """As much of a value as an error shows: to write a large one out takes long."""
+    if isinstance(value, str):
+        return value[:80]
+    if isinstance(value, list):
+        items: list[Any] = value
+        return [_brief(item, depth - 1) for item in items[: 40 * bool(depth)]]
+    if isinstance(value, dict):
+        pairs: list[tuple[Any, Any]] = list(islice(value.items(), 40 * bool(depth)))
+        return {key: _brief(item, depth - 1) for key, item in pairs}
+    return value
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from jaxprefill.errors import RequestError
 from jaxprefill.request import MAX_TOP_LOGPROBS
 from jaxprefill.server.body import wrong
 from jaxprefill.server.choices import Part, chunks, whole_reply
-from jaxprefill.server.context import Call
+from jaxprefill.server.context import Call, check_batch
 from jaxprefill.server.fields import SamplingFields
 from jaxprefill.server.logprobs import LogprobWriter
 from jaxprefill.server.replies import EventStream
@@ -57,8 +57,8 @@ async def chat(call: Call, body: ChatBody) -> Any:
     requests = await call.requests([prompt], params, wants=wants, name="messages")
     layout, generation = _Layout(call, body, prompt), call.submit(requests)
     if body.stream:
-        return EventStream(chunks(generation, layout, with_usage=with_usage))
-    return await whole_reply(generation, layout)
+        return EventStream(chunks(call, generation, layout, with_usage=with_usage))
+    return await whole_reply(call, generation, layout)
 
 
 class _Layout:
@@ -109,6 +109,7 @@ class _Layout:
 def _check(body: ChatBody) -> None:
     if not isinstance(body.messages, list):
         raise wrong("messages", "a list of messages", body.messages)
+    check_batch("messages", len(body.messages))
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise RequestError(

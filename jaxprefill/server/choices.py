@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from jaxprefill.collector import Collector
 from jaxprefill.request import Completion
+from jaxprefill.server.context import Call
 from jaxprefill.server.generation import Generation
 from jaxprefill.server.logprobs import TokenEntry
 from jaxprefill.server.usage import usage_of
@@ -39,6 +41,13 @@ class Part:
         ]
 
     @property
+    def num_logprobs(self) -> int:
+        """How many numbers it may tell."""
+        request, num_tokens = self.collector.request, len(self.collector.tokens) - self.start
+        of_prompt = len(self.collector.prompt_logprobs) * (1 + request.num_prompt_top)
+        return of_prompt * self.is_first + num_tokens * (1 + (request.params.logprobs or 0))
+
+    @property
     def token_ids(self) -> list[int]:
         """The new tokens."""
         return [token.token for token in self.collector.tokens[self.start :]]
@@ -69,25 +78,32 @@ class Layout(Protocol):
         ...
 
 
-async def whole_reply(generation: Generation, layout: Layout) -> dict[str, Any]:
+async def whole_reply(call: Call, generation: Generation, layout: Layout) -> dict[str, Any]:
     """The reply when all is there; raises what `Generation.updates` raises."""
-    choices = [layout.choice(part, is_chunk=False) for part in await whole_parts(generation)]
+    whole = await whole_parts(generation)
+    choices = [await _choice(call, layout, part, is_chunk=False) for part in whole]
     envelope = layout.envelope(choices, is_chunk=False)
     return envelope | {"usage": usage_of(generation.collectors)}
 
 
 async def chunks(
-    generation: Generation, layout: Layout, *, with_usage: bool
+    call: Call, generation: Generation, layout: Layout, *, with_usage: bool
 ) -> AsyncGenerator[dict[str, Any]]:
     """Chunks of one choice each, as steps bring text; raises what `Generation.updates` raises."""
     async for part in parts(generation):
         opening = layout.opening(part.index) if part.is_first else None
         if opening is not None:
             yield layout.envelope([opening], is_chunk=True)
-        yield layout.envelope([layout.choice(part, is_chunk=True)], is_chunk=True)
+        choice = await _choice(call, layout, part, is_chunk=True)
+        yield layout.envelope([choice], is_chunk=True)
     if with_usage:
         usage = usage_of(generation.collectors)
         yield layout.envelope([], is_chunk=True) | {"usage": usage}
+
+
+async def _choice(call: Call, layout: Layout, part: Part, *, is_chunk: bool) -> dict[str, Any]:
+    write = partial(layout.choice, part, is_chunk=is_chunk)
+    return await call.off_loop_if_long(part.num_logprobs, write)
 
 
 async def whole_parts(generation: Generation) -> list[Part]:

@@ -16,7 +16,7 @@ from jaxprefill.errors import RequestError
 from jaxprefill.request import MAX_TOP_LOGPROBS, Request
 from jaxprefill.server.body import wrong
 from jaxprefill.server.choices import Part, chunks, whole_reply
-from jaxprefill.server.context import Call
+from jaxprefill.server.context import Call, check_batch
 from jaxprefill.server.fields import SamplingFields
 from jaxprefill.server.logprobs import LogprobWriter, TokenEntry
 from jaxprefill.server.replies import EventStream
@@ -59,8 +59,8 @@ async def completions(call: Call, body: CompletionBody) -> Any:
         )
     layout, generation = _Layout(call, body, echoes), call.submit(requests)
     if body.stream:
-        return EventStream(chunks(generation, layout, with_usage=with_usage))
-    return await whole_reply(generation, layout)
+        return EventStream(chunks(call, generation, layout, with_usage=with_usage))
+    return await whole_reply(call, generation, layout)
 
 
 def prompts_of(prompt: Any, param: str = "prompt") -> list[Prompt]:
@@ -74,11 +74,11 @@ def prompts_of(prompt: Any, param: str = "prompt") -> list[Prompt]:
     if not isinstance(prompt, list) or not prompt:
         raise wrong(param, "a text, a list of token ids, or a list of either", prompt)
     items: list[Any] = prompt
-    if all(isinstance(item, str) for item in items):
+    kinds = set(map(type, items))
+    if kinds in ({str}, {list}):
+        check_batch(param, len(items))
         return items
-    if all(isinstance(item, list) for item in items):
-        return items
-    if any(isinstance(item, (str, list, dict)) for item in items):
+    if kinds & {str, list, dict}:
         raise wrong(param, "a list of texts, of token ids, or of lists of token ids", prompt)
     return [items]
 

@@ -39,6 +39,8 @@ def size_of(value: Any) -> int:
     if not isinstance(value, list):
         return len(value) if isinstance(value, str) else 1
     items: list[Any] = value
+    if not {str, list} & set(map(type, items)):
+        return len(items)
     return sum(len(item) if isinstance(item, (str, list)) else 1 for item in items)
 
 

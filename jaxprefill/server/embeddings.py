@@ -10,11 +10,14 @@ its float32 numbers, low byte first: exactly the numbers of "float".
 import base64
 from typing import Any
 
+import msgspec
+
 from jaxprefill.request import Vector
 from jaxprefill.server.body import wrong
 from jaxprefill.server.completions import prompts_of
 from jaxprefill.server.context import Call, size_of
 from jaxprefill.server.fields import BaseBody
+from jaxprefill.server.replies import encode
 from jaxprefill.server.usage import usage_of_prompts
 
 
@@ -40,20 +43,22 @@ async def embeddings(call: Call, body: EmbeddingBody) -> Any:
         count=len(texts),
         size=size_of(texts),
     )
-    is_base64 = body.encoding_format == "base64"
+    write = _base64 if body.encoding_format == "base64" else _numbers
+    rows = await call.off_loop_if_long(vectors.size, lambda: [write(row) for row in vectors])
     return {
         "object": "list",
         "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _base64(vector) if is_base64 else vector.tolist(),
-            }
-            for index, vector in enumerate(vectors)
+            {"object": "embedding", "index": index, "embedding": row}
+            for index, row in enumerate(rows)
         ],
         "model": call.served_name(body.model),
         "usage": usage_of_prompts(completions),
     }
+
+
+def _numbers(vector: Vector) -> msgspec.Raw:
+    """One vector's JSON by itself: all of them in one go would hold up other calls."""
+    return msgspec.Raw(encode(vector.tolist()))
 
 
 def _base64(vector: Vector) -> str:

@@ -79,11 +79,7 @@ class SamplingFields(BaseBody, kw_only=True):
 
 def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
     """JSON has texts for keys."""
-    if given is None:
-        return None
-    found: dict[int, float] = {}
-    for token, value in given.items():
+    for token in given or ():
         if not token.isascii() or not token.isdigit() or len(token) > 20:
             raise wrong("logit_bias", "an object whose keys are token ids", token)
-        found[int(token)] = value
-    return found
+    return None if given is None else dict(zip(map(int, given), given.values(), strict=True))

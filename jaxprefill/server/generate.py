@@ -14,6 +14,7 @@ generated with it. `max_new_tokens` 0 reads the prompt alone.
 
 import time
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -128,15 +129,22 @@ async def generate(call: Call, body: GenerateBody) -> Any:
             raise wrong("logprob_start_len", rule, want.start)
     writer, generation = _Writer(call, body, each), call.submit(requests)
     if body.stream:
-        return EventStream(_events(generation, writer))
-    answers = [writer.answer(part) for part in await whole_parts(generation)]
+        return EventStream(_events(call, generation, writer))
+    answers = [await _answer(call, writer, part) for part in await whole_parts(generation)]
     return answers if writer.is_list else answers[0]
 
 
-async def _events(generation: Generation, writer: "_Writer") -> AsyncGenerator[dict[str, Any]]:
+async def _events(
+    call: Call, generation: Generation, writer: "_Writer"
+) -> AsyncGenerator[dict[str, Any]]:
     async for part in parts(generation):
         index = {"index": part.index} if writer.is_list else {}
-        yield index | writer.answer(part)
+        yield index | await _answer(call, writer, part)
+
+
+async def _answer(call: Call, writer: "_Writer", part: Part) -> dict[str, Any]:
+    whole = replace(part, start=0, is_first=True)  # every event tells all so far
+    return await call.off_loop_if_long(whole.num_logprobs, lambda: writer.answer(part))
 
 
 class _Writer:

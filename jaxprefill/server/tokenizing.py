@@ -85,13 +85,18 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     given = body.tokens
     is_list = isinstance(given, list) and any(isinstance(item, list) for item in given)
     rows: list[Any] = given if is_list else [given]
+    most = call.model.context_length * _CHARACTERS_A_TOKEN
+    if (size := size_of(given)) > most:
+        raise RequestError(
+            f"tokens must hold at most {most} ids, got {size}; split them", param="tokens"
+        )
 
     def decode() -> list[str]:
         decode_one = call.model.tokenizer.decode
         checked = [_ids(row, call.model.config.vocab_size) for row in rows]
         return [decode_one(row, skip_special_tokens=body.skip_special_tokens) for row in checked]
 
-    texts = await call.off_loop_if_long(size_of(given), decode)
+    texts = await call.off_loop_if_long(size, decode)
     text = texts if is_list else texts[0]
     return {"text": text, "prompt": text}
 
