@@ -3,6 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from jaxtyping import install_import_hook
 
@@ -16,6 +17,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from jaxprefill.errors import CheckpointError  # noqa: E402
+from jaxprefill.prefill.compiler import CPU_OPTIONS  # noqa: E402
 from jaxprefill.weights.demo import default_cache_dir, fetch_demo  # noqa: E402
 from tests.tiny import TinyCheckpoint, tiny_engine  # noqa: E402
 
@@ -41,6 +43,20 @@ def compile_cache():
         os.environ.pop("XDG_CACHE_HOME")
         if before is not None:
             os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quickly_compiled():
+    """What ships takes half as long again; tests of the demo, and of other processes, run that."""
+    with mock.patch.dict(CPU_OPTIONS, xla_backend_optimization_level="0"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def as_shipped(quickly_compiled):
+    """Executables as users have them."""
+    with mock.patch.dict(CPU_OPTIONS, xla_backend_optimization_level="1"):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

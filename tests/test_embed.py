@@ -79,7 +79,8 @@ def test_dimensions_cut_before_lengths_become_one(engine, checkpoint):
 
 
 def test_the_models_files_decide_whether_lengths_are_one():
-    held = TinyCheckpoint(pooling=PoolingConfig(is_normalized=False))
+    pooling = PoolingConfig(is_normalized=False)
+    held = TinyCheckpoint(pooling=pooling, has_lm_head=False, is_embedding_tied=False)
     with tiny_engine(held, prefill_backend="eager") as made:
         plain, scaled = made.embed("abc"), made.embed("abc", normalize=True)
         assert np.linalg.norm(plain) > 1.5

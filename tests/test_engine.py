@@ -284,8 +284,7 @@ def test_a_chat_too_long_by_its_characters_is_not_tokenised(engine):
 
 
 def test_a_step_that_cannot_be_read_fails_its_callers_and_no_others(checkpoint, monkeypatch):
-    expected = None
-    with tiny_engine(checkpoint, prefill_buckets=(8,), max_running_requests=2) as made:
+    with tiny_engine(checkpoint) as made:
         expected = made.generate("ab", SamplingParams(max_tokens=4, temperature=0))[0].token_ids
         read, faults = PendingStep.read, [RuntimeError("the device is gone")]
 
@@ -307,7 +306,7 @@ def test_a_step_that_cannot_be_read_fails_its_callers_and_no_others(checkpoint, 
 
 
 def test_an_end_token_outside_the_vocabulary_ends_nothing(checkpoint, monkeypatch):
-    with tiny_engine(checkpoint, prefill_buckets=(8,), max_running_requests=1) as made:
+    with tiny_engine(checkpoint) as made:
         monkeypatch.setattr(made.tokenizer, "eos_ids", frozenset({256, 99999}))
         params = SamplingParams(max_tokens=3, min_tokens=2)
         assert made.generate("ab", params)[0].finish_reason in ("stop", "length")
@@ -318,10 +317,10 @@ def test_a_closed_engine_keeps_no_executable(checkpoint):
         gc.collect()
         return len(jax.devices()[0].client.live_executables())
 
-    with tiny_engine(checkpoint, prefill_buckets=(8,), max_running_requests=1):
+    with tiny_engine(checkpoint):
         pass
     before = live()
-    with tiny_engine(checkpoint, prefill_buckets=(8,), max_running_requests=1) as closed:
+    with tiny_engine(checkpoint) as closed:
         assert live() > before
     assert closed.stats()["memory"]["weights"] > 0  # it can still be asked
     assert live() <= before

@@ -10,14 +10,14 @@ import pytest
 
 from jaxprefill import Engine, SamplingParams
 
-pytestmark = [pytest.mark.demo, pytest.mark.slow]
+pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.usefixtures("as_shipped")]
 CASES = json.loads((Path(__file__).parent / "data" / "golden_smollm2.json").read_text())["cases"]
 SHORT = [case for case in CASES if "greedy16" in case]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=5)
 
 
 @pytest.fixture(scope="module")
-def demo(demo_path, compile_cache):
+def demo(demo_path, compile_cache, as_shipped):
     options = dict(prefill_buckets=(64, 256), max_running_requests=4, kv_cache_tokens=4096)
     with Engine(str(demo_path), dtype="float32", compile_cache=compile_cache, **options) as made:
         yield made

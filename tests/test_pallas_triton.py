@@ -45,18 +45,27 @@ SUPPORTED = tuple(
     and case.spec == AttentionSpec(case.window)  # it caps no scores and has no sinks
 )
 SHARED_CASE = AttentionCase(name="shared", q_lens=(20, 1, 2), kv_lens=(36, 16, 32))
-# Interpretation takes seconds a case: the rest is marked slow.
+# Interpretation takes seconds a case: these run always, the slow ones add a kind each, and the
+# rest is marked long (on a GPU every case is quick, and run).
 QUICK = {
     "plain", "chunk_after_unaligned_prefix", "gqa_7", "decode_one_slot", "decode_rows_and_chunk",
     "split_prefill", "split_decode", "split_window",
 }  # fmt: skip
-on_supported_cases = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow)
-        for case in SUPPORTED
-    ],
-)
+SLOW = {
+    "tile_64_exact_and_plus_one", "many_short", "empty_batch", "context_straddles_key_block",
+    "head_dim_128", "page_size_128", "decode_uneven", "decode_gqa_7_one_kv_head",
+    "decode_page_size_1", "window_after_long_prefix", "window_uneven_rows_and_chunk",
+    "decode_window_uneven",
+}  # fmt: skip
+
+
+def marked(case):
+    """The case as a parameter, marked by how often it is worth its time."""
+    rare = pytest.mark.slow if case.name in SLOW else pytest.mark.long
+    return pytest.param(case, id=case.name, marks=() if case.name in QUICK else rare)
+
+
+on_supported_cases = pytest.mark.parametrize("case", list(map(marked, SUPPORTED)))
 
 
 @functools.cache
@@ -212,13 +221,7 @@ def test_tokens_whose_kv_is_shared_write_no_row(monkeypatch):
 
 
 @pytest.mark.parametrize("has_norms", [False, True], ids=["no_norms", "norms"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
-        for case in PROJECTION_CASES
-    ],
-)
+@pytest.mark.parametrize("case", list(map(marked, PROJECTION_CASES)))
 def test_attention_to_a_projection_norms_and_rotates_its_rows(case, has_norms):
     dtype, limit = (jnp.float32, 1e-5) if jax.default_backend() == "cpu" else (jnp.bfloat16, 1e-2)
     inputs = poisoned(case, rounded(make_inputs(case, PALLAS_TRITON, peaked=True), dtype))

@@ -66,20 +66,19 @@ def test_the_logprobs_of_a_prompt_of_several_choices_are_computed_once(engine, m
     assert engine.stats()["real_tokens"] - before == 61 + 2 * of_a_page + decoded
 
 
-def test_a_shared_query_is_computed_once_and_one_that_is_known_not_at_all(checkpoint):
-    query = random_ids(50)
-    with tiny_engine(checkpoint, max_running_requests=8, kv_cache_tokens=1024) as made:
-        items = [random_ids(5, seed=s) for s in range(16)]
-        for known in (0, 48):
-            before = made.stats()
-            made.score(query, items, [3, 4])
-            after = made.stats()
-            computed = after["real_tokens"] - before["real_tokens"]
-            assert computed == 50 - known + 5 + 15 * (2 + 5)
-            assert after["cached_tokens"] - before["cached_tokens"] == 15 * 48 + known
-        made.flush_cache()
-        assert made.stats()["kv_pages"]["cached"] == 0
-        assert made.stats()["kv_pages"]["free"] == made.stats()["kv_pages"]["total"]
-    with tiny_engine(checkpoint, max_running_requests=8, prefix_cache=False) as made:
+def test_a_shared_query_is_computed_once_and_one_that_is_known_not_at_all(engine, checkpoint):
+    query, items = random_ids(50), [random_ids(5, seed=s) for s in range(16)]
+    engine.flush_cache()
+    for known in (0, 48):
+        before = engine.stats()
+        engine.score(query, items, [3, 4])
+        after = engine.stats()
+        computed = after["real_tokens"] - before["real_tokens"]
+        assert computed == 50 - known + 5 + 15 * (2 + 5)
+        assert after["cached_tokens"] - before["cached_tokens"] == 15 * 48 + known
+    engine.flush_cache()
+    assert engine.stats()["kv_pages"]["cached"] == 0
+    assert engine.stats()["kv_pages"]["free"] == engine.stats()["kv_pages"]["total"]
+    with tiny_engine(checkpoint, prefix_cache=False) as made:
         made.score(query, items, [3, 4])
         assert made.stats()["real_tokens"] == 16 * 55

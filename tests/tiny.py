@@ -2,6 +2,7 @@
 weights are large enough that attention is peaked and greedy choices have margins."""
 
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import tokenizers
@@ -28,7 +29,7 @@ def tiny_config(**changes) -> ModelConfig:
         num_kv_heads=2,
         head_dim=16,
         context_length=160,
-        norm_eps=1e-5,
+        norm_eps=2**-17,  # a float32, as GGUF files store it
         rope=RopeConfig(theta=1e4),
         is_embedding_tied=True,
     )
@@ -131,11 +132,7 @@ SMALL = dict(
 def tiny_engine(checkpoint=None, **options):
     """An Engine over a tiny checkpoint, small shapes unless told otherwise."""
     held = checkpoint or TinyCheckpoint()
-    original = engine_module.open_checkpoint
-    engine_module.open_checkpoint = lambda model: held
-    try:
+    with mock.patch.object(engine_module, "open_checkpoint", lambda model: held):
         made = Engine("tiny", **(SMALL | options))
-    finally:
-        engine_module.open_checkpoint = original
     with made:
         yield made
