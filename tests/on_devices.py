@@ -77,6 +77,7 @@ def measure(checkpoint: TinyCheckpoint, num_devices: int, **options) -> dict:
         }
         stats = made.stats()
         kept = ("passes", "compilations_after_ready", "memory", "mesh")
+        kept += ("lowered_at_start", "compiled_at_start")
         found |= {name: stats[name] for name in kept}
         if jax.process_count() == 1:
             found |= {

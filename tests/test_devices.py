@@ -109,6 +109,18 @@ def test_weights_and_pages_are_shared_out(found):
 
 
 @pytest.mark.slow
+def test_a_new_process_loads_everything_and_gives_the_same_bits(found):
+    """On one device and on two; the first process has put its executables into the store."""
+    (again,) = results(start(2, 1, num_devices=4))
+    for num_devices in ("1", "2"):
+        first, second = found[num_devices], again[num_devices]
+        assert first["compiled_at_start"] >= 20
+        assert (second["lowered_at_start"], second["compiled_at_start"]) == (0, 0)
+        for name in ("greedy", "sampled", "logprobs", "top", "logprob_error", "embedding_error"):
+            assert second[name] == first[name], name
+
+
+@pytest.mark.slow
 def test_two_processes_run_one_engine_and_share_a_compilation_cache(found, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

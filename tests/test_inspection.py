@@ -16,7 +16,7 @@ from jaxprefill.inspection.diff import compare
 from jaxprefill.inspection.findings import find
 from jaxprefill.inspection.fold import fold
 from jaxprefill.inspection.hlo import parse_instruction, parse_module
-from jaxprefill.inspection.model import JobSource, distant_chip
+from jaxprefill.inspection.model import JobSource, distant_chip, load_hlo
 from jaxprefill.inspection.page import layer_graph
 from jaxprefill.inspection.program import follow, kind_of, scope_of
 from jaxprefill.inspection.records import Chip
@@ -28,7 +28,7 @@ from jaxprefill.inspection.text import SUMMARY_COLUMNS, summary_row
 from jaxprefill.inspection.thunks import read_graphs
 from jaxprefill.inspection.trace import Event, summarise_trace
 from jaxprefill.kernels.device import known_rates
-from jaxprefill.prefill.compiler import CompileJob
+from jaxprefill.prefill.compiler import NO_GRAPH, CompileJob
 from jaxprefill.store.folder import Store
 from jaxprefill.store.manifest import StoredExecutable, StoredFile
 from tests.fake_engine import FakeEngine
@@ -330,7 +330,9 @@ def test_graphs_are_counted_in_a_dump_of_thunks():
 def test_rates_are_known_by_the_drivers_name():
     assert known_rates("NVIDIA H200").bytes_per_s == 4.44e12
     assert known_rates("NVIDIA A100-SXM4-80GB").bytes_per_s == 2.039e12
-    assert known_rates("a new chip") is None
+    assert known_rates("NVIDIA H100 80GB HBM3").flops_per_s["bf16"] == 989e12
+    strangers = ("a new chip", "NVIDIA GH200 480GB", "NVIDIA L40", "NVIDIA H200 MIG 1g.18gb")
+    assert [known_rates(kind) for kind in strangers] == [None] * 4
     slow = Chip("gpu", "", 1e9, {"bf16": 4e9, "f32": 1e9})
     assert slow.seconds({"bf16": 4e9, "f8e4m3fn": 1e9}, 1e9) == 2.0
     assert Chip("gpu", "").seconds({}, np.inf) is None
@@ -407,20 +409,22 @@ def test_the_page_holds_everything_and_asks_for_nothing(cli, tmp_path):
     assert status == 2 and "cannot be written" in err
 
 
-def store_of(source, folder, *names, without=()):
+def store_of(source, folder, *names, without=(), **job):
+    """A store of a GPU's engine; `job` are facts of its jobs."""
     store = Store(folder, is_trusted=True)
     for name in names:
         entry = StoredExecutable(
             name=name,
             facts={"platform": "gpu", "device_kind": "NVIDIA H200"},
-            job={},
+            job=job,
             read=(),
             outputs=[],
             record=source.compiled(name).record.as_dict(),
             payload=StoredFile(name="none", sha256="", num_bytes=0),
         )
         texts = {} if name in without else {"hlo": source.open(name).text("hlo")}
-        store.write(entry, b"payload", texts)
+        executable = source.compiled(name).call.runtime_executable()
+        store.write(entry, executable.serialize(), texts)
 
 
 def test_a_store_is_read_without_its_payloads(source, tmp_path):
@@ -432,6 +436,26 @@ def test_a_store_is_read_without_its_payloads(source, tmp_path):
     with pytest.raises(InspectionError, match="without it"):
         found.open("while").text("hlo")
     assert compare(analyse(source.open("clean 8x1x16")), analyse(found.open("clean 8x1x16"))).facts
+    store_of(source, tmp_path / "apart", "clean 8x1x16", options=NO_GRAPH)
+    apart = StoreSource(tmp_path / "apart", find_chip=distant_chip, is_trusted=True)
+    assert summarise(analyse(apart.open("clean 8x1x16"))).num_graphs == 0
+
+
+def test_a_store_without_texts_is_read_by_loading_what_it_holds(source, tmp_path, capsys):
+    store_of(source, tmp_path / "bare", "clean 8x1x16", without=("clean 8x1x16",))
+    found = StoreSource(
+        tmp_path / "bare", find_chip=distant_chip, load=load_hlo, is_trusted=True
+    ).open("clean 8x1x16")
+    assert summarise(analyse(found)).flops == 2 * 2 * ROWS * WIDTH * MLP
+    store_of(source, tmp_path / "whole", "clean 8x1x16")
+    sides = [str(tmp_path / name) for name in ("bare", "whole")]
+    assert main(["inspect", "diff", *sides, "--trust-executables", "-q"]) == 0
+    for path in tmp_path.glob("bare/executables/*/*.bin"):
+        path.write_bytes(b"?")
+    with pytest.raises(InspectionError, match="SHA-256"):
+        found.text("hlo")
+    with pytest.raises(InspectionError, match="inspect it where it was compiled"):
+        load_hlo(b"native code of another machine")
 
 
 def test_a_server_is_read_over_http(source):

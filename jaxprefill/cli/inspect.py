@@ -66,12 +66,7 @@ def _add_source_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _of_list(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "keys", nargs="*", metavar="KEY", help="names, shapes or parts of names (default: all)"
-    )
-    parser.add_argument(
-        "--measure", type=int, default=0, metavar="N", help="run each N times (a model's only)"
-    )
+    _add_keys(parser)
 
 
 def _of_show(parser: argparse.ArgumentParser) -> None:
@@ -95,16 +90,22 @@ def _of_diff(parser: argparse.ArgumentParser) -> None:
 
 def _of_html(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT.html", help="the page to write")
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="which (default: all)")
-    parser.add_argument(
-        "--measure", type=int, default=0, metavar="N", help="run each N times (a model's only)"
-    )
+    _add_keys(parser)
 
 
 def _of_trace(parser: argparse.ArgumentParser) -> None:
     _add_key(parser)
     parser.add_argument("--calls", type=int, default=10, metavar="N", help="(default: 10)")
     parser.add_argument("--top", type=int, default=12, metavar="N", help="kernels (default: 12)")
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "keys", nargs="*", metavar="KEY", help="names, shapes or parts of names (default: all)"
+    )
+    parser.add_argument(
+        "--measure", type=int, default=0, metavar="N", help="run each N times (a model's only)"
+    )
 
 
 def _add_key(parser: argparse.ArgumentParser) -> None:

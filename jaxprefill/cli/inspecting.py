@@ -14,7 +14,7 @@ from jaxprefill.inspection import text
 from jaxprefill.inspection.calls import Calls
 from jaxprefill.inspection.diff import Difference, compare
 from jaxprefill.inspection.fold import fold, lines_of
-from jaxprefill.inspection.model import KEEP_GRAPHS, JobSource, ModelSource, distant_chip
+from jaxprefill.inspection.model import KEEP_GRAPHS, JobSource, ModelSource, distant_chip, load_hlo
 from jaxprefill.inspection.page import render
 from jaxprefill.inspection.records import Inspected, Operation, Summary
 from jaxprefill.inspection.select import Source, select, select_one
@@ -46,7 +46,12 @@ def open_source(args: argparse.Namespace) -> Source:
     if args.url is not None:
         return ServerSource(args.url, find_chip=distant_chip, api_key=args.api_key)
     if args.folder is not None:
-        return StoreSource(args.folder, find_chip=distant_chip, is_trusted=args.trust_executables)
+        return StoreSource(
+            args.folder,
+            find_chip=distant_chip,
+            load=load_hlo,
+            is_trusted=args.trust_executables,
+        )
     return ModelSource(engine_config_of(args))
 
 

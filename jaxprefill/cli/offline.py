@@ -5,7 +5,6 @@ It imports the server's packages, so commands import it when they run. It import
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -20,7 +19,7 @@ from jaxprefill.config import EngineConfig
 from jaxprefill.errors import ConfigError
 from jaxprefill.offline.batch import BatchJob
 from jaxprefill.offline.lines import STANDARD, Source
-from jaxprefill.offline.output import LineOutput
+from jaxprefill.offline.output import LineOutput, are_same_file
 from jaxprefill.offline.scoring import (
     Measure,
     ScoringJob,
@@ -84,11 +83,7 @@ def run_score_file(config: EngineConfig, args: argparse.Namespace, labels: list[
     kind = args.format or format_of(args.input)
     if not args.format and args.output != STANDARD and format_of(args.output) != kind:
         raise ConfigError(f"--output must be a {kind} file, as --input is, got {args.output}")
-    if (
-        os.path.exists(args.output)
-        and os.path.exists(args.input)
-        and (os.path.samefile(args.input, args.output))
-    ):
+    if are_same_file(args.input, args.output):
         raise ConfigError(f"--output must be another file than --input, got {args.output}")
     template, progress = args.template.replace("\\n", "\n"), ScoringProgress()
     with Source(args.input) as source:

@@ -12,10 +12,12 @@ import jax
 
 from jaxprefill.assembly import Assembly
 from jaxprefill.batch import Batch, BatchRow
+from jaxprefill.compat import load_executable
 from jaxprefill.config import EngineConfig
+from jaxprefill.errors import InspectionError
 from jaxprefill.inspection.calls import Calls
 from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
-from jaxprefill.inspection.thunks import THUNK_DUMP
+from jaxprefill.inspection.thunks import THUNK_DUMPS
 from jaxprefill.kernels.device import DeviceInfo, describe_device, known_rates, measure_rates
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
@@ -72,7 +74,7 @@ class JobSource:
                     dump = {"xla_dump_to": folder, KEEP_GRAPHS: True}
                 self._compiled[name] = compile_job(self.jobs[name], self._options | dump)
                 self._dumped[name, "ptx"] = _dumped(folder, ".ptx")
-                self._dumped[name, "thunks"] = _dumped(folder, THUNK_DUMP)
+                self._dumped[name, "thunks"] = _dumped(folder, *THUNK_DUMPS)
         return self._compiled[name]
 
     def calls(self, name: str) -> Calls:
@@ -120,11 +122,13 @@ class JobSource:
         return self._dumped[name, stage]
 
 
-def _dumped(folder: str, ending: str) -> str | Missing:
-    found = sorted(Path(folder).glob(f"*{ending}"))
-    if not found:
-        return Missing(f"XLA has dumped no file that ends in {ending}")
-    return "\n".join(path.read_text(errors="replace") for path in found)
+def _dumped(folder: str, *endings: str) -> str | Missing:
+    """The files with the first of these endings that any has."""
+    for ending in endings:
+        found = sorted(Path(folder).glob(f"*{ending}"))
+        if found:
+            return "\n".join(path.read_text(errors="replace") for path in found)
+    return Missing(f"XLA has dumped no file that ends in {endings[0]}")
 
 
 class ModelSource(JobSource):
@@ -195,6 +199,22 @@ def distant_chip(platform: str, kind: str) -> Chip:
     is_cpu = platform == "cpu"
     why = "a CPU's rates are measured on the machine itself" if is_cpu else f"{kind} is not known"
     return Chip(platform, kind, source=why)
+
+
+def load_hlo(payload: bytes) -> str:
+    """The program of PJRT's own bytes, which are native code for a device of this process.
+
+    Raises:
+        InspectionError: they are for another device or another version of XLA.
+    """
+    try:
+        executable = load_executable(payload, jax.local_devices()[:1])
+        return "\n".join(module.to_string() for module in executable.hlo_modules())
+    except Exception as error:  # XLA's own, of several classes
+        raise InspectionError(
+            f"the store kept no hlo, and this machine cannot load the executable: {error}; "
+            "inspect it where it was compiled, or compile it with its texts"
+        ) from error
 
 
 @contextmanager

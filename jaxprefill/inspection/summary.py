@@ -9,7 +9,7 @@ from jaxprefill.inspection.findings import Finding, find
 from jaxprefill.inspection.hlo import parse_module
 from jaxprefill.inspection.program import Kernel, Program, follow
 from jaxprefill.inspection.records import Chip, Inspected, Missing, Operation, Summary
-from jaxprefill.inspection.thunks import ModuleGraphs, read_graphs
+from jaxprefill.inspection.thunks import ModuleGraphs, is_recorded, read_graphs
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ def summarise(analysis: Analysis) -> Summary:
 def _graphs(one: Inspected) -> ModuleGraphs | Missing:
     if one.chip.platform == "cpu":
         return Missing("a CPU has no graphs")
+    options = one.facts.get("job", one.facts).get("options", {})
+    if not is_recorded(options):
+        return ModuleGraphs(0, 0, {})
     text = one.read_text("thunks")
     return text if isinstance(text, Missing) else read_graphs(text)
 

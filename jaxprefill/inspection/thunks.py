@@ -2,11 +2,15 @@
 
 import re
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-THUNK_DUMP = "thunk_sequence_after_thunk_passes.txt"  # the end of the dump's name
+# Ends of the dump's name: the first is not written where no pass has changed anything, as where
+# there is no graph.
+THUNK_DUMPS = ("thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt")
 _THUNK = re.compile(r"^( *)\d+: (k\w+)", re.MULTILINE)
 _GRAPH = "kCommandBuffer"
+_NONE_AS_LARGE = 100_000
 
 
 class ModuleGraphs(NamedTuple):
@@ -15,6 +19,11 @@ class ModuleGraphs(NamedTuple):
     num_graphs: int
     num_nodes: int
     outside: dict[str, int]
+
+
+def is_recorded(options: Mapping[str, Any]) -> bool:
+    """Whether these compiler options let XLA record graphs: none is as large as they may ask."""
+    return int(options.get("xla_gpu_graph_min_graph_size", 1)) < _NONE_AS_LARGE
 
 
 def read_graphs(text: str) -> ModuleGraphs:

@@ -46,7 +46,7 @@ class LineOutput:
 
     def is_same_file(self, path: str) -> bool:
         """Whether a path leads to this file."""
-        return self.is_regular and os.path.exists(path) and os.path.samefile(path, self.name)
+        return self.is_regular and are_same_file(path, self.name)
 
     def trim(self) -> None:
         """Cuts off what a run that was killed had not completed.
@@ -117,6 +117,11 @@ class LineOutput:
                 f"{self.name} holds something already; --resume goes on with it, --overwrite "
                 "throws it away"
             )
+
+
+def are_same_file(path: str, other: str) -> bool:
+    """Whether both paths lead to one file that exists."""
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def _open(path: str) -> io.FileIO:
