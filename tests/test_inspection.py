@@ -1,6 +1,7 @@
 """What is told of executables: costs, findings, folded texts and differences of known programs."""
 
 import json
+from dataclasses import replace
 from unittest.mock import AsyncMock
 
 import jax
@@ -192,6 +193,17 @@ def test_a_stage_that_cannot_be_had_says_why(source):
 def test_equal_programs_do_not_differ(source):
     before, after = (analyse(source.open(name)) for name in ("clean 8x1x16", "clean again"))
     assert compare(before, after).is_empty
+
+
+def test_of_what_programs_were_made_for_only_what_differs_is_told(source):
+    one = source.open("clean 8x1x16")
+    sides = [
+        analyse(replace(one, facts={"jax": "1", "versions": {"xla": xla, "numpy": "2"}, **more}))
+        for xla, more in (("7", {}), ("8", {"xla_flags": ["--x"]}))
+    ]
+    difference = compare(*sides)
+    assert difference.facts == {"versions.xla": ("7", "8"), "xla_flags": (None, ["--x"])}
+    assert difference.is_empty
 
 
 def test_what_is_added_and_gone_is_named(source):

@@ -1,7 +1,7 @@
 """What sets two executables apart: operations by what they do, and numbers."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -66,15 +66,26 @@ def compare(before: Analysis, after: Analysis) -> Difference:
     """The difference between two executables."""
     one, other = summarise(before), summarise(after)
     pair = (before.inspected, after.inspected)
-    names = dict.fromkeys([*pair[0].facts, *pair[1].facts])
-    facts = {name: (pair[0].facts.get(name), pair[1].facts.get(name)) for name in names}
     return Difference(
         before=one.name,
         after=other.name,
         changes=tuple(_changes(_signatures(before), _signatures(after))),
         numbers=_numbers(one, other),
-        facts={name: both for name, both in facts.items() if both[0] != both[1]},
+        facts=_differing(pair[0].facts, pair[1].facts),
     )
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Values that are not equal, by name; of mappings in them the parts, as `versions.jax`."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in dict.fromkeys([*one, *other]):
+        both = (one.get(name), other.get(name))
+        if isinstance(both[0], Mapping) and isinstance(both[1], Mapping):
+            parts = _differing(both[0], both[1])
+            found |= {f"{name}.{part}": values for part, values in parts.items()}
+        elif both[0] != both[1]:
+            found[name] = both
+    return found
 
 
 def _numbers(one: Summary, other: Summary) -> dict[str, tuple[float | None, float | None]]:
