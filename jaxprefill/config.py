@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal, get_args, get_type_hints
 
 from jaxprefill.errors import ConfigError
+from jaxprefill.latent_config import LatentConfig
 from jaxprefill.moe_config import MoeConfig
 from jaxprefill.options import check_choice, coerce, option, read_keys
 
@@ -101,6 +102,7 @@ class ModelConfig:
         sliding_window: the most recent tokens a query sees, its own among them; None: all.
         sliding_layers: whether each layer has the window; empty: all have it.
         has_qk_norm: whether every head of q and k is RMS-normed before it is rotated.
+        latent: what DeepSeek-V4's layers are; `compress_rope` is of those with compressed entries.
         moe: experts in the place of every layer's MLP, `mlp_size` columns each.
         classifier: the head over labels; such a model has no LM head.
         has_lm_head: whether there are logits of next tokens, or hidden rows only.
@@ -128,6 +130,8 @@ class ModelConfig:
     has_qk_norm: bool = False
     activation: Activation = "silu"
     moe: MoeConfig | None = None
+    latent: LatentConfig | None = None
+    compress_rope: RopeConfig | None = None
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     classifier: ClassifierConfig | None = None
     has_lm_head: bool = True

@@ -278,7 +278,8 @@ def _resolve_pages(
 ) -> int:
     """Pages of the pool: as asked, 16384 tokens on CPU, or a part of each device's memory."""
     tokens = config.kv_cache_tokens or 16384
-    weights, token_bytes = num_weights * dtype.itemsize, spec.token_numbers * dtype.itemsize
+    weights = num_weights * dtype.itemsize
+    token_bytes = spec.page_bytes(config.page_size, dtype.itemsize) / config.page_size
     if config.kv_cache_tokens is None and device.platform != "cpu":
         budget = device.memory_bytes * config.memory_fraction - weights
         tokens = math.floor(budget / token_bytes)

@@ -23,7 +23,7 @@ TOP_LEVEL = {
 # Layers from the bottom up; a module may import its own layer and those below.
 LAYERS = [
     ["errors", "integers", "grammar", "options"],
-    ["config", "moe_config", "request", "counters"],
+    ["config", "latent_config", "moe_config", "request", "counters"],
     ["batch", "chat_template", "tokenizer", "updates", "constraints"],
     ["kernels", "compat", "processes", "store", "cache.pages", "cache.prefix", "cache.spec"],
     ["models"],
@@ -54,6 +54,7 @@ HOST_ONLY = [
     "integers",
     "options",
     "config",
+    "latent_config",
     "moe_config",
     "request",
     "batch",

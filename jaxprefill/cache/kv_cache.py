@@ -25,10 +25,10 @@ def pool_shapes(
                 pool.num_parts,
                 pool.num_heads * mesh.size,
                 pool.num_layers * num_pages,
-                page_size,
+                pool.rows(page_size),
                 pool.width,
             ),
-            dtype,
+            jnp.float32 if pool.is_exact else dtype,
             sharding=sharding,
         )
         for pool in spec.pools

@@ -10,7 +10,7 @@ from jaxprefill.kernels.attention import AttentionSpec, RaggedBatch
 from jaxprefill.kernels.attention.api import Attend
 
 # One array for each pool of the model's CacheSpec, in its order.
-Pools = tuple[Shaped[Array, "parts K P S D"], ...]
+Pools = tuple[Shaped[Array, "_ _ _ _ _"], ...]  # [parts, K, P, S, D]
 
 
 class LayerInputs(NamedTuple):
@@ -19,12 +19,15 @@ class LayerInputs(NamedTuple):
     Attributes:
         num_tokens: the real ones, which come first.
         ids: token ids, those of tokens sampled on the device included.
+        tile_offsets: 0 to tile_q - 1: where a tile's tokens lie behind its first; its length is
+            what a layer of its own attention needs to know.
     """
 
-    rotary: Float[Array, "2 T half"]
+    rotary: Float[Array, "tables T half"]
     batch: RaggedBatch
     num_tokens: Int32[Array, ""]
     ids: Int32[Array, " T"]
+    tile_offsets: Int32[Array, " q"]
 
 
 class Fused(NamedTuple):
@@ -40,6 +43,16 @@ class Fused(NamedTuple):
     is_stacked: bool = False
 
 
+def row_size(config: ModelConfig) -> int:
+    """Numbers of a token's row between layers: all its residual streams, side by side."""
+    return config.hidden_size * (1 if config.latent is None else config.latent.num_streams)
+
+
+def rotary_tables(config: ModelConfig) -> int:
+    """Tables of `Decoder.rotary`: cosine and sine, for each kind of rotation."""
+    return 2 if config.latent is None else 4
+
+
 def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
     """What the layers ask of attention, each spec once, in the order of the layers."""
     return tuple(AttentionSpec(window) for window in dict.fromkeys(config.windows))
@@ -51,13 +64,13 @@ class DecoderLayer(Protocol):
 
     def __call__(
         self,
-        hidden: Float[Array, "T E"],
+        hidden: Float[Array, "T row"],
         pools: Pools,
         norms: Float[Array, "2 E"],
         layer: Int32[Array, ""],
         inputs: LayerInputs,
         attend: Attend,
-    ) -> tuple[Float[Array, "T E"], Pools]:
+    ) -> tuple[Float[Array, "T row"], Pools]:
         """Hidden state after the layer, and the pools with its entries written."""
         ...
 
@@ -71,15 +84,15 @@ class Decoder(Protocol):
 
     config: ModelConfig
 
-    def embed(self, ids: Int32[Array, " T"]) -> Float[Array, "T E"]:
+    def embed(self, ids: Int32[Array, " T"]) -> Float[Array, "T row"]:
         """Token embeddings, float32: the residual stream stays in float32."""
         ...
 
-    def rotary(self, positions: Int32[Array, " T"]) -> Float[Array, "2 T half"]:
+    def rotary(self, positions: Int32[Array, " T"]) -> Float[Array, "tables T half"]:
         """The rotary table of these positions."""
         ...
 
-    def final_norm(self, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    def final_norm(self, hidden: Float[Array, "T row"]) -> Float[Array, "T E"]:
         """What the LM head multiplies."""
         ...
 

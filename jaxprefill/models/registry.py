@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.errors import CheckpointError
+from jaxprefill.models.deepseek_v4.decoder import DeepseekV4
 from jaxprefill.models.dense import DenseDecoder
 from jaxprefill.models.hf_heads import read_head, with_lm_head
 from jaxprefill.models.llama import Llama
@@ -15,7 +16,9 @@ from jaxprefill.models.qwen2 import Qwen2
 from jaxprefill.models.qwen3 import Qwen3
 from jaxprefill.models.qwen3_moe import Qwen3Moe
 
-ARCHITECTURES: dict[str, type[DenseDecoder]] = {
+Architecture = DenseDecoder | DeepseekV4
+ARCHITECTURES: dict[str, type[Architecture]] = {
+    "DeepseekV4ForCausalLM": DeepseekV4,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "Phi3ForCausalLM": Phi3,
@@ -56,7 +59,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     return replace(config, has_lm_head=head.has_lm_head, classifier=head.classifier)
 
 
-def model_class(config: ModelConfig) -> type[DenseDecoder]:
+def model_class(config: ModelConfig) -> type[Architecture]:
     """The module class of `config.architecture`.
 
     Raises:
@@ -65,7 +68,7 @@ def model_class(config: ModelConfig) -> type[DenseDecoder]:
     return _find(config.architecture)
 
 
-def _find(name: object) -> type[DenseDecoder]:
+def _find(name: object) -> type[Architecture]:
     """The class of a body, whatever stands on it."""
     found = ARCHITECTURES.get(with_lm_head(name)) if isinstance(name, str) else None
     if found is None:

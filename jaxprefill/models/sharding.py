@@ -73,6 +73,11 @@ def share_of(config: ModelConfig, num_shards: int) -> ModelConfig:
     """
     if num_shards == 1:
         return config
+    if config.latent is not None:
+        raise ConfigError(
+            f"tensor_parallel_size must be 1 for {config.architecture}, got {num_shards}: its "
+            "attention is not shared out"
+        )
     kv_heads = config.num_kv_heads
     for name, size in (("query heads", config.num_q_heads), ("MLP columns", config.mlp_size)):
         if size % num_shards:

@@ -32,6 +32,7 @@ class ModelTree:
         share: one device's part of it: the sizes that the modules know.
         paths: parameter path of each leaf, in the order of the leaves.
         shapes: shape, dtype and sharding of each leaf, over all devices.
+        forms: which of the kinds of layers each layer is: those of one form share a structure.
         whole_shapes: the same without what sharing adds (repeated KV heads, vocabulary padding).
     """
 
@@ -39,8 +40,8 @@ class ModelTree:
     share: ModelConfig
     graph: Any
     structure: Any
-    layer_graph: Any
-    layer_structure: Any
+    layer_graphs: tuple[Any, ...]
+    forms: tuple[int, ...]
     paths: tuple[str, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     whole_shapes: tuple[tuple[int, ...], ...]
@@ -62,9 +63,10 @@ class ModelTree:
         each = (self.layer_leaves(leaves, layer) for layer in layers)
         return tuple(weight_by_layer(arrays, at) for arrays in zip(*each, strict=True))
 
-    def bind_layer(self, leaves: LayerLeaves) -> DecoderLayer:
-        """A layer over its own leaves, however they are picked; all layers share one structure."""
-        return nnx.merge(self.layer_graph, jax.tree.unflatten(self.layer_structure, leaves))
+    def bind_layer(self, leaves: LayerLeaves, form: int = 0) -> DecoderLayer:
+        """A layer of this form over its own leaves, however they are picked."""
+        graph, structure = self.layer_graphs[form]
+        return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
     def leaf(self, leaves: tuple[AnyLeaf, ...], path: str) -> AnyLeaf:
         """The array of one parameter."""
@@ -97,18 +99,25 @@ def model_tree(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> ModelTree:
     for shape, kind, axes in flat.values():
         sharding = named_sharding(mesh, axes)
         shapes.append(jax.ShapeDtypeStruct(_joined(shape, sharding), kind, sharding=sharding))
-    layer_graph, layer_state = nnx.split(model.layers[0])
+    graphs: dict[Any, int] = {}
+    forms = tuple(graphs.setdefault(_structure(layer), len(graphs)) for layer in model.layers)
     return ModelTree(
         config=config,
         share=share,
         graph=graph,
         structure=jax.tree.structure(state),
-        layer_graph=layer_graph,
-        layer_structure=jax.tree.structure(layer_state),
+        layer_graphs=tuple(graphs),
+        forms=forms,
         paths=tuple(flat),
         shapes=tuple(shapes),
         whole_shapes=tuple(whole[path][0] for path in flat),
     )
+
+
+def _structure(layer: nnx.Module) -> tuple[Any, Any]:
+    """(graph, tree of the state): equal for layers that differ in nothing but their arrays."""
+    graph, state = nnx.split(layer)
+    return graph, jax.tree.structure(state)
 
 
 def _flat_shapes(state: Any) -> dict[str, tuple[tuple[int, ...], jnp.dtype, LogicalAxes]]:

@@ -10,14 +10,13 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.batch import Batch
 from jaxprefill.device_state import DeviceState, StateShapes
-from jaxprefill.kernels.attention import AttentionSpec
-from jaxprefill.models.decoder import LayerInputs, Pools
+from jaxprefill.models.decoder import Pools, rotary_tables, row_size
 from jaxprefill.models.sharding import EVERYWHERE, place, specs_of
 from jaxprefill.models.tree import Leaves
 from jaxprefill.prefill.bound import BoundExecutable
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
-from jaxprefill.prefill.forward import Body, resolve_ids, unpack, write_hidden
+from jaxprefill.prefill.forward import Body, LayerKind, resolve_ids, unpack, write_hidden
 from jaxprefill.prefill.padding import Buffer, BufferLayout, pad
 from jaxprefill.prefill.staging import Staging
 
@@ -94,7 +93,7 @@ class LayerwiseExecutable:
         self.key = key
         self._body = body
         self._embed = compiled[f"{name}/embed"].call
-        self._kinds = {spec: compiled[f"{name}/{_layer_part(spec)}"].call for spec in body.specs}
+        self._kinds = {kind: compiled[f"{name}/{_layer_part(kind)}"].call for kind in body.kinds}
         self._finish = compiled[f"{name}/finish"].call
         self._layers: list[tuple[Callable[..., Any], Leaves, Array]] = []
 
@@ -103,11 +102,11 @@ class LayerwiseExecutable:
         tree = self._body.tree
         self._layers = [
             (
-                self._kinds[AttentionSpec(window)],
+                self._kinds[kind],
                 tree.layer_leaves(state.leaves, index),
                 place(np.array(index, np.int32), state.last_tokens.sharding),
             )
-            for index, window in enumerate(tree.config.windows)
+            for index, kind in enumerate(self._body.kinds)
         ]
 
     def run(self, state: DeviceState, batch: Batch) -> None:
@@ -124,19 +123,26 @@ class LayerwiseExecutable:
         """What must be compiled."""
         config, tokens = body.tree.config, body.layout.key.num_tokens
         buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32)
-        rows = jax.ShapeDtypeStruct((tokens, config.hidden_size), np.float32)
-        rotary = jax.ShapeDtypeStruct((2, tokens, config.rotary_dim // 2), np.float32)
+        rows = jax.ShapeDtypeStruct((tokens, row_size(config)), np.float32)
+        tables = (rotary_tables(config), tokens, config.rotary_dim // 2)
+        rotary = jax.ShapeDtypeStruct(tables, np.float32)
         index = jax.ShapeDtypeStruct((), np.int32)
         norms = body.tree.leaf(state.leaves, "norms")
-        own = body.tree.layer_leaves(state.leaves, 0)
         ids = jax.ShapeDtypeStruct((tokens,), np.int32)
-        layer = (own, norms, rows, state.pools, index, rotary, ids, buffer)
+        layer = (norms, rows, state.pools, index, rotary, ids, buffer)
+        firsts = {kind: body.kinds.index(kind) for kind in body.kinds}
         layer_specs = (EVERYWHERE, specs_of(state.pools))
         steps: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any]] = [
             ("embed", _Embed(body), (state.leaves, state.last_tokens, buffer), (), EVERYWHERE),
             *(
-                (_layer_part(spec), _Layer(body, spec), layer, (2, 3), layer_specs)
-                for spec in body.specs
+                (
+                    _layer_part(kind),
+                    _Layer(body, kind),
+                    (body.tree.layer_leaves(state.leaves, first), *layer),
+                    (2, 3),
+                    layer_specs,
+                )
+                for kind, first in firsts.items()
             ),
             ("finish", _Finish(body), (state.leaves, state.hidden, rows), (1,), EVERYWHERE),
         ]
@@ -153,8 +159,9 @@ class LayerwiseExecutable:
         )
 
 
-def _layer_part(spec: AttentionSpec) -> str:
-    return "layer" if spec.window is None else f"layer with window {spec.window}"
+def _layer_part(kind: LayerKind) -> str:
+    window = "" if kind.spec.window is None else f" with window {kind.spec.window}"
+    return f"layer{window}" + (f" of form {kind.form}" if kind.form else "")
 
 
 class _Step:
@@ -165,36 +172,35 @@ class _Step:
 class _Embed(_Step):
     def __call__(
         self, leaves: Leaves, last_tokens: Int32[Array, " C"], buffer: Int32[Array, " words"]
-    ) -> tuple[Float[Array, "T E"], Float[Array, "2 T half"], Int32[Array, " T"]]:
+    ) -> tuple[Float[Array, "T row"], Float[Array, "tables T half"], Int32[Array, " T"]]:
         model, inputs = self.body.tree.bind(leaves), unpack(buffer, self.body.layout)
         ids = resolve_ids(inputs.ids, last_tokens)
         return model.embed(ids), model.rotary(inputs.positions), ids
 
 
 class _Layer(_Step):
-    def __init__(self, body: Body, spec: AttentionSpec) -> None:
+    def __init__(self, body: Body, kind: LayerKind) -> None:
         super().__init__(body)
-        self.spec = spec
+        self.kind = kind
 
     def __call__(
         self,
         leaves: Leaves,
         norms: Float[Array, "norms E"],
-        rows: Float[Array, "T E"],
+        rows: Float[Array, "T row"],
         pools: Pools,
         index: Int32[Array, ""],
-        rotary: Float[Array, "2 T half"],
+        rotary: Float[Array, "tables T half"],
         ids: Int32[Array, " T"],
         buffer: Int32[Array, " words"],
-    ) -> tuple[Float[Array, "T E"], Pools]:
+    ) -> tuple[Float[Array, "T row"], Pools]:
         pair = jax.lax.dynamic_slice_in_dim(norms, 2 * index, 2)
-        batch = unpack(buffer, self.body.layout)
-        inputs = LayerInputs(rotary, batch.batch, batch.num_tokens, ids)
-        return self.body.layer(self.spec, leaves, pair, rows, pools, index, inputs)
+        inputs = self.body.layer_inputs(rotary, unpack(buffer, self.body.layout), ids)
+        return self.body.layer(self.kind, leaves, pair, rows, pools, index, inputs)
 
 
 class _Finish(_Step):
     def __call__(
-        self, leaves: Leaves, hidden: Shaped[Array, "tokens E"], rows: Float[Array, "T E"]
+        self, leaves: Leaves, hidden: Shaped[Array, "tokens E"], rows: Float[Array, "T row"]
     ) -> Shaped[Array, "tokens E"]:
         return write_hidden(hidden, self.body.tree.bind(leaves).final_norm(rows))

@@ -50,6 +50,13 @@ def write_hidden(
     return lax.dynamic_update_slice(hidden, rows.astype(hidden.dtype), (0, 0))
 
 
+class LayerKind(NamedTuple):
+    """Layers of one kind are one function: what they ask of attention, and their structure."""
+
+    spec: AttentionSpec
+    form: int
+
+
 class Body:
     """The forward pass of one shape, ready to be jitted.
 
@@ -68,23 +75,33 @@ class Body:
         """`layout` fixes every static size; `is_looped` makes the layers a loop (CPU)."""
         self.tree = tree
         self.layout = layout
-        self.is_looped = is_looped
-        self.specs = attention_specs(tree.config)
-        self._attends = {spec: backend.make(layout.tiles, spec) for spec in self.specs}
+        self.is_looped = is_looped and len(tree.layer_graphs) == 1
+        specs = map(AttentionSpec, tree.config.windows)
+        self.kinds = tuple(itertools.starmap(LayerKind, zip(specs, tree.forms, strict=True)))
+        self._attends = {
+            spec: backend.make(layout.tiles, spec) for spec in attention_specs(tree.config)
+        }
 
     def layer(
         self,
-        spec: AttentionSpec,
+        kind: LayerKind,
         leaves: LayerLeaves,
         norms: Float[Array, "2 E"],
-        hidden: Float[Array, "T E"],
+        hidden: Float[Array, "T row"],
         pools: Pools,
         layer: Int32[Array, ""],
         inputs: LayerInputs,
-    ) -> tuple[Float[Array, "T E"], Pools]:
-        """One layer over its own leaves; `spec` is what this kind of layer asks of attention."""
-        module = self.tree.bind_layer(leaves)
-        return module(hidden, pools, norms, layer, inputs, self._attends[spec])
+    ) -> tuple[Float[Array, "T row"], Pools]:
+        """One layer over its own leaves."""
+        module = self.tree.bind_layer(leaves, kind.form)
+        return module(hidden, pools, norms, layer, inputs, self._attends[kind.spec])
+
+    def layer_inputs(
+        self, rotary: Float[Array, "tables T half"], inputs: PassInputs, ids: Int32[Array, " T"]
+    ) -> LayerInputs:
+        """What every layer reads; `ids` are resolved."""
+        offsets = jnp.arange(self.layout.tiles.tile_q, dtype=jnp.int32)
+        return LayerInputs(rotary, inputs.batch, inputs.num_tokens, ids, offsets)
 
     def __call__(
         self,
@@ -100,7 +117,7 @@ class Body:
         ids = resolve_ids(inputs.ids, last_tokens)
         with jax.named_scope("rotary"):
             rotary = model.rotary(inputs.positions)
-        layer_inputs = LayerInputs(rotary, inputs.batch, inputs.num_tokens, ids)
+        layer_inputs = self.layer_inputs(rotary, inputs, ids)
         with jax.named_scope("embed"):
             rows = model.embed(ids)
         rows, pools = self._normed_layers(model, leaves, rows, pools, layer_inputs)
@@ -110,7 +127,7 @@ class Body:
         self,
         model: Decoder,
         leaves: Leaves,
-        rows: Float[Array, "T E"],
+        rows: Float[Array, "T row"],
         pools: Pools,
         inputs: LayerInputs,
     ) -> tuple[Float[Array, "T E"], Pools]:
@@ -123,42 +140,40 @@ class Body:
     def _unrolled(
         self,
         leaves: Leaves,
-        rows: Float[Array, "T E"],
+        rows: Float[Array, "T row"],
         pools: Pools,
         inputs: LayerInputs,
-    ) -> tuple[Float[Array, "T E"], Pools]:
+    ) -> tuple[Float[Array, "T row"], Pools]:
         norms = self.tree.leaf(leaves, "norms")
         layer_fn = jax.jit(self.layer, static_argnums=0)
-        for index, window in enumerate(self.tree.config.windows):
+        for index, kind in enumerate(self.kinds):
             own, pair = self.tree.layer_leaves(leaves, index), norms[2 * index : 2 * index + 2]
-            spec = AttentionSpec(window)
-            rows, pools = layer_fn(spec, own, pair, rows, pools, jnp.int32(index), inputs)
+            rows, pools = layer_fn(kind, own, pair, rows, pools, jnp.int32(index), inputs)
         return rows, pools
 
     def _looped(
         self,
         leaves: Leaves,
-        rows: Float[Array, "T E"],
+        rows: Float[Array, "T row"],
         pools: Pools,
         inputs: LayerInputs,
-    ) -> tuple[Float[Array, "T E"], Pools]:
-        windows = self.tree.config.windows
-        for window, run in itertools.groupby(range(len(windows)), windows.__getitem__):
-            layers, spec = tuple(run), AttentionSpec(window)
-            step = functools.partial(self._looped_layer, spec, leaves, layers, inputs)
+    ) -> tuple[Float[Array, "T row"], Pools]:
+        for kind, run in itertools.groupby(range(len(self.kinds)), self.kinds.__getitem__):
+            layers = tuple(run)
+            step = functools.partial(self._looped_layer, kind, leaves, layers, inputs)
             rows, pools = lax.fori_loop(0, len(layers), step, (rows, pools))
         return rows, pools
 
     def _looped_layer(
         self,
-        spec: AttentionSpec,
+        kind: LayerKind,
         leaves: Leaves,
         layers: tuple[int, ...],
         inputs: LayerInputs,
         at: Int32[Array, ""],
-        carry: tuple[Float[Array, "T E"], Pools],
-    ) -> tuple[Float[Array, "T E"], Pools]:
+        carry: tuple[Float[Array, "T row"], Pools],
+    ) -> tuple[Float[Array, "T row"], Pools]:
         """Layer `layers[at]` of consecutive ones over (hidden, pools)."""
         own, layer = self.tree.looped_leaves(leaves, layers, at), layers[0] + at
         pair = lax.dynamic_slice_in_dim(self.tree.leaf(leaves, "norms"), 2 * layer, 2)
-        return self.layer(spec, own, pair, *carry, layer, inputs)
+        return self.layer(kind, own, pair, *carry, layer, inputs)

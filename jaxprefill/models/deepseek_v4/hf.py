@@ -1,0 +1,244 @@
+"""DeepSeek-V4's config.json and tensor names, as transformers 5 writes them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxprefill.config import ModelConfig, RopeConfig
+from jaxprefill.errors import CheckpointError, ConfigError
+from jaxprefill.latent_config import LatentConfig, LayerKind
+from jaxprefill.models.decoder import Fused
+from jaxprefill.models.deepseek_v4.modules import latent_of
+from jaxprefill.models.hf_rope import read_rope
+from jaxprefill.models.hf_values import HfValues
+from jaxprefill.moe_config import MoeConfig
+
+_DEFAULTS = {
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "num_experts_per_tok": 6,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 1.5,
+    "max_position_embeddings": 1048576,
+    "compress_rope_theta": 160000.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "swiglu_limit": 10.0,
+    "sliding_window": 128,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "num_hash_layers": 3,
+    "rms_norm_eps": 1e-6,
+}
+_KINDS: dict[str, LayerKind] = {
+    "sliding_attention": "sliding",
+    "compressed_sparse_attention": "sparse",
+    "heavily_compressed_attention": "heavy",
+}
+_KIND_OF_RATIO: dict[int, LayerKind] = {0: "sliding", 4: "sparse", 128: "heavy"}
+_ONLY = {
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def read_deepseek(given: Mapping[str, Any]) -> ModelConfig:
+    """The config that a config.json of DeepSeek-V4 describes.
+
+    Raises:
+        CheckpointError: it asks for what is not supported, or a key is missing or wrong.
+    """
+    hf = HfValues(given, _DEFAULTS)
+    for name, wanted in _ONLY.items():
+        if hf.get(name) not in (None, wanted):
+            raise CheckpointError(
+                f"config.json: {name} must be {wanted!r} for DeepSeek-V4, got {hf.get(name)!r}"
+            )
+    num_layers = hf.integer("num_hidden_layers", most=10_000)
+    try:
+        return ModelConfig(
+            architecture=hf.text_list("architectures")[0],
+            vocab_size=hf.integer("vocab_size"),
+            hidden_size=hf.integer("hidden_size"),
+            mlp_size=hf.integer("moe_intermediate_size"),
+            num_layers=num_layers,
+            num_q_heads=hf.integer("num_attention_heads"),
+            num_kv_heads=1,
+            head_dim=hf.integer("head_dim"),
+            context_length=hf.integer("max_position_embeddings"),
+            norm_eps=hf.number("rms_norm_eps"),
+            rope=_read_rope(hf, "main"),
+            compress_rope=_read_rope(hf, "compress"),
+            is_embedding_tied=hf.flag("tie_word_embeddings", False),
+            sliding_window=hf.integer("sliding_window"),
+            moe=MoeConfig(
+                num_experts=hf.integer("n_routed_experts"),
+                num_chosen=hf.integer("num_experts_per_tok"),
+                scoring="sqrt_softplus",
+                scale=hf.number("routed_scaling_factor"),
+            ),
+            latent=_read_latent(hf, num_layers),
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"config.json: {error}") from error
+
+
+def _read_latent(hf: HfValues, num_layers: int) -> LatentConfig:
+    rates = HfValues(hf.mapping("compress_rates"), where="config.json: compress_rates")
+    sparse = rates.integer("compressed_sparse_attention", hf.integer("compress_rate_csa", 4))
+    heavy = rates.integer("heavily_compressed_attention", hf.integer("compress_rate_hca", 128))
+    return LatentConfig(
+        layer_kinds=_read_kinds(hf, num_layers),
+        hash_layers=_read_hash_layers(hf, num_layers),
+        query_rank=hf.integer("q_lora_rank"),
+        num_groups=hf.integer("o_groups"),
+        group_rank=hf.integer("o_lora_rank"),
+        sparse_rate=sparse,
+        heavy_rate=heavy,
+        index_heads=hf.integer("index_n_heads"),
+        index_dim=hf.integer("index_head_dim"),
+        index_top_k=hf.integer("index_topk"),
+        num_streams=hf.integer("hc_mult"),
+        sinkhorn_steps=hf.integer("hc_sinkhorn_iters"),
+        hyper_eps=hf.number("hc_eps"),
+        swiglu_limit=hf.number("swiglu_limit"),
+    )
+
+
+def _read_kinds(hf: HfValues, num_layers: int) -> tuple[LayerKind, ...]:
+    """Of each layer; `compress_ratios` of older files also lists layers that predict more."""
+    if hf.get("layer_types") is not None:
+        known: dict[Any, LayerKind] = dict(_KINDS)
+        named: tuple[Any, ...] = hf.text_list("layer_types")
+    elif hf.get("compress_ratios") is not None:
+        known, named = dict(_KIND_OF_RATIO), tuple(hf.get("compress_ratios"))
+    else:
+        known = {"heavy": "heavy", "sparse": "sparse"}
+        named = tuple("sparse" if at > 2 and at % 2 else "heavy" for at in range(num_layers))
+    for unknown in set(named) - set(known):
+        raise CheckpointError(
+            f"config.json: layers must be of the kinds {', '.join(map(str, known))}, "
+            f"got {unknown!r}"
+        )
+    if len(named) < num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types must name all {num_layers} layers, got {len(named)}"
+        )
+    return tuple(known[name] for name in named[:num_layers])
+
+
+def _read_hash_layers(hf: HfValues, num_layers: int) -> tuple[bool, ...]:
+    if hf.get("mlp_layer_types") is None:
+        count = hf.get("num_hash_layers")
+        return tuple(at < count for at in range(num_layers))
+    named = hf.text_list("mlp_layer_types")[:num_layers]
+    for unknown in set(named) - {"hash_moe", "moe"}:
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must be of hash_moe, moe, got {unknown!r}"
+        )
+    return tuple(name == "hash_moe" for name in named)
+
+
+def _read_rope(hf: HfValues, label: str) -> RopeConfig:
+    """One of the two: `main` is plain, `compress` may be stretched, with a base of its own."""
+    head_dim = hf.integer("head_dim")
+    given = hf.mapping("rope_parameters") or hf.mapping("rope_scaling")
+    share = hf.number("partial_rotary_factor", hf.integer("qk_rope_head_dim", 64) / head_dim)
+    if isinstance(given.get(label), Mapping):
+        own = dict(given[label])
+    elif label == "main":
+        own = {"rope_theta": hf.number("rope_theta", 10000.0)}
+    else:
+        own = given | {"rope_theta": hf.number("compress_rope_theta")}
+        if "yarn" in (own.get("rope_type"), own.get("type")):
+            own.setdefault("attention_factor", 1.0)
+    own.setdefault("partial_rotary_factor", share)
+    context = hf.integer("max_position_embeddings")
+    values = {"rope_parameters": own, "max_position_embeddings": context}
+    return read_rope(HfValues(values), head_dim=head_dim, is_partial=True)
+
+
+def sources_of(config: ModelConfig) -> dict[str, Fused]:
+    """See `decoder.Decoder.sources`."""
+    sources = {"embedding": Fused(("model.embed_tokens.weight",))}
+    if config.has_own_head:
+        sources["head"] = Fused(("lm_head.weight",))
+    norms: list[str] = []
+    for layer in range(config.num_layers):
+        name = f"model.layers.{layer}"
+        norms += [f"{name}.input_layernorm.weight", f"{name}.post_attention_layernorm.weight"]
+        own = _layer_sources(config, layer, name)
+        sources |= {f"layers.{layer}.{path}": fused for path, fused in own.items()}
+    sources["norms"] = Fused((*norms, "model.norm.weight"), is_stacked=True)
+    for ours, theirs in (("function", "hc_fn"), ("base", "hc_base"), ("scale", "hc_scale")):
+        sources[f"hyper_head.{ours}"] = Fused((f"model.hc_head.{theirs}",))
+    return sources
+
+
+def _layer_sources(config: ModelConfig, layer: int, name: str) -> dict[str, Fused]:
+    latent = latent_of(config)
+    kind, attention, moe = latent.layer_kinds[layer], f"{name}.self_attn", f"{name}.mlp"
+    down = (f"{attention}.q_a_proj.weight", f"{attention}.kv_proj.weight")
+    found = {
+        "attention.down": Fused(down, (latent.query_rank, config.head_dim)),
+        "attention.query": Fused((f"{attention}.q_b_proj.weight",)),
+        "attention.group": Fused((f"{attention}.o_a_proj.weight",)),
+        "attention.output": Fused((f"{attention}.o_b_proj.weight",)),
+        "attention.query_norm": Fused((f"{attention}.q_a_norm.weight",)),
+        "attention.key_norm": Fused((f"{attention}.kv_norm.weight",)),
+        "attention.sinks": Fused((f"{attention}.sinks",)),
+    }
+    if kind != "sliding":
+        parts = 2 if kind == "sparse" else 1
+        own = _compressor_sources(f"{attention}.compressor", parts * config.head_dim)
+        found |= {f"attention.compressor.{path}": fused for path, fused in own.items()}
+    if kind == "sparse":
+        indexer = f"{attention}.compressor.indexer"
+        own = _compressor_sources(indexer, 2 * latent.index_dim)
+        found |= {f"attention.indexer.compressor.{path}": fused for path, fused in own.items()}
+        found["attention.indexer.query"] = Fused((f"{indexer}.q_b_proj.weight",))
+        found["attention.indexer.weight"] = Fused((f"{indexer}.scorer.weights_proj.weight",))
+    for ours, theirs in (("attention_mixing", "attn_hc"), ("mlp_mixing", "ffn_hc")):
+        for part, tensor in (("function", "fn"), ("base", "base"), ("scale", "scale")):
+            found[f"{ours}.{part}"] = Fused((f"{name}.{theirs}.{tensor}",))
+    return found | _moe_sources(config, moe, is_hashed=latent.hash_layers[layer])
+
+
+def _compressor_sources(name: str, size: int) -> dict[str, Fused]:
+    pair = (f"{name}.kv_proj.weight", f"{name}.gate_proj.weight")
+    return {
+        "kv_gate": Fused(pair, (size, size)),
+        "bias": Fused((f"{name}.position_bias",)),
+        "norm": Fused((f"{name}.kv_norm.weight",)),
+    }
+
+
+def _moe_sources(config: ModelConfig, name: str, *, is_hashed: bool) -> dict[str, Fused]:
+    assert config.moe is not None, "every layer has experts"
+    experts = [f"{name}.experts.{expert}" for expert in range(config.moe.num_experts)]
+    pairs = [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")]
+    shared = tuple(f"{name}.shared_experts.{part}_proj.weight" for part in ("gate", "up"))
+    choice = ("table", "tid2eid") if is_hashed else ("bias", "e_score_correction_bias")
+    return {
+        "moe.router": Fused((f"{name}.gate.weight",)),
+        f"moe.{choice[0]}": Fused((f"{name}.gate.{choice[1]}",)),
+        "moe.gate_up": Fused(tuple(pairs), is_stacked=True),
+        "moe.down": Fused(
+            tuple(f"{expert}.down_proj.weight" for expert in experts), is_stacked=True
+        ),
+        "moe.shared_gate_up": Fused(shared, (config.mlp_size,) * 2),
+        "moe.shared_down": Fused((f"{name}.shared_experts.down_proj.weight",)),
+    }

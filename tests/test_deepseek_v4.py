@@ -1,0 +1,218 @@
+"""DeepSeek-V4 against transformers, from the fixture that tests/oracle/deepseek.py writes."""
+
+import json
+from functools import cache
+from itertools import chain, repeat
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxprefill.batch import Batch, BatchRow
+from jaxprefill.cache.kv_cache import pool_shapes
+from jaxprefill.kernels.attention.xla import XLA
+from jaxprefill.models.deepseek_v4.decoder import DeepseekV4
+from jaxprefill.models.deepseek_v4.hf import read_deepseek
+from jaxprefill.models.deepseek_v4.reference import reference_hidden
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.prefill.buckets import ShapeKey
+from jaxprefill.prefill.compiler import CPU_OPTIONS
+from jaxprefill.prefill.forward import Body
+from jaxprefill.prefill.padding import BufferLayout, pad
+from jaxprefill.request import SamplingParams
+from jaxprefill.weights.load import load_leaves
+from tests.tiny import TensorsCheckpoint, tiny_engine
+
+PATH = Path(__file__).parent / "data" / "oracle" / "deepseek_v4.npz"
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 257, 600)
+TOLERANCE = 1e-4
+NUM_PAGES = 130
+
+
+@cache
+def fixture():
+    with np.load(PATH) as held:
+        return {key: held[key] for key in held.files}
+
+
+@cache
+def checkpoint():
+    held = fixture()
+    config = read_deepseek(json.loads(held["config"].tobytes()))
+    tensors = {
+        key[2:]: held[key].astype(np.int32 if key.endswith("tid2eid") else np.float32)
+        for key in held
+        if key[:2] == "w:"
+    }
+    return TensorsCheckpoint(config, tensors)
+
+
+@cache
+def tree_and_leaves():
+    tree = model_tree(checkpoint().config, jnp.dtype(jnp.float32), make_mesh())
+    return tree, load_leaves(checkpoint(), tree)
+
+
+def logprobs_of(hidden):
+    tree, leaves = tree_and_leaves()
+    logits = np.array(hidden) @ np.array(tree.head(leaves)).T
+    return np.array(jax.nn.log_softmax(logits.astype(np.float32)))
+
+
+def worst(hidden, length):
+    """How far logprobs of a prompt's next tokens are from transformers'."""
+    held, found = fixture(), logprobs_of(hidden)
+    own = found[np.arange(length - 1), held[f"ids:{length}"][1:]]
+    return np.abs(np.append(own, found[-1].max()) - held[f"logprobs:{length}"]).max()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_reference_equals_transformers(length):
+    tree, leaves = tree_and_leaves()
+    ids = jnp.array(fixture()[f"ids:{length}"], jnp.int32)
+    hidden = jax.jit(lambda leaves, ids: reference_hidden(tree.bind(leaves), ids))(leaves, ids)
+    assert worst(hidden, length) <= TOLERANCE
+
+
+PAGE, TOKENS, SLOTS, CONTEXT = 16, 136, 3, 640
+POISON = 257  # an id that no prompt has: its embedding is NaN, and all padding is made of it
+
+
+class Passes:
+    """The body of two shapes, compiled once, over pools that begin full of NaN."""
+
+    def __init__(self):
+        tree, leaves = tree_and_leaves()
+        at = tree.paths.index("embedding")
+        poisoned = leaves[at].at[POISON].set(jnp.nan)
+        self.leaves = (*leaves[:at], poisoned, *leaves[at + 1 :])
+        spec = DeepseekV4.cache_spec(tree.config)
+        shapes = pool_shapes(spec, NUM_PAGES, PAGE, dtype=jnp.dtype(jnp.float32), mesh=make_mesh())
+        self.pools = tuple(jnp.full(shape.shape, jnp.nan, shape.dtype) for shape in shapes)
+        self.hidden = jnp.zeros((TOKENS, tree.config.hidden_size), jnp.float32)
+        self.last = jnp.zeros(4, jnp.int32)
+        self.bodies = {}
+
+    def body(self, is_decode):
+        """(layout, executable) of the shape."""
+        if is_decode not in self.bodies:
+            tokens = SLOTS if is_decode else TOKENS
+            tiles = XLA.tile_shape(tokens, SLOTS, CONTEXT, page_size=PAGE, is_decode=is_decode)
+            layout = BufferLayout(ShapeKey(tokens, SLOTS, CONTEXT), tiles, PAGE)
+            body = Body(tree_and_leaves()[0], XLA, layout)
+            buffer = jax.ShapeDtypeStruct((layout.num_words,), np.int32)
+            arguments = (self.leaves, self.pools, self.hidden, self.last, buffer)
+            lowered = jax.jit(body, donate_argnums=(1, 2)).lower(*arguments)
+            options = CPU_OPTIONS | {"xla_backend_optimization_level": 0}
+            self.bodies[is_decode] = layout, lowered.compile(options)
+        return self.bodies[is_decode]
+
+    def run(self, rows, *, is_decode=False):
+        """Hidden rows of each request's new tokens."""
+        layout, compiled = self.body(is_decode)
+        buffer = pad(Batch(rows=tuple(rows), is_decode=is_decode), layout).copy()
+        count = sum(row.q_len for row in rows)
+        layout.fields(buffer)["ids"][count:] = POISON
+        self.pools, self.hidden = compiled(self.leaves, self.pools, self.hidden, self.last, buffer)
+        found = np.array(self.hidden[:count])
+        return np.split(found, np.cumsum([row.q_len for row in rows])[:-1])
+
+
+@pytest.fixture(scope="module")
+def passes():
+    return Passes()
+
+
+class Prompt:
+    """A prompt that is computed piece by piece."""
+
+    def __init__(self, length, first_page, pieces, shared=()):
+        self.ids = fixture()[f"ids:{length}"].astype(int).tolist()
+        own = range(first_page, first_page + -(-length // PAGE) - len(shared))
+        self.pages = [*shared, *own]
+        self.num_shared = len(shared) * PAGE
+        self.pieces, self.done, self.hidden = pieces, 0, []
+
+    def row(self):
+        """The next piece, or None at the end."""
+        if self.done == len(self.ids):
+            return None
+        count = min(next(self.pieces), len(self.ids) - self.done)
+        start, self.done = self.done, self.done + count
+        return BatchRow(
+            request_id="",
+            slot=0,
+            token_ids=self.ids[start : self.done],
+            kv_len=self.done,
+            pages=self.pages,
+            num_shared=self.num_shared,
+        )
+
+
+def run_all(passes, prompts, *, is_decode=False):
+    """Steps until all prompts are done; each must then equal transformers."""
+    while rows := [(prompt, row) for prompt in prompts if (row := prompt.row())]:
+        found = passes.run([row for _, row in rows], is_decode=is_decode)
+        for (prompt, _), hidden in zip(rows, found, strict=True):
+            prompt.hidden.append(hidden)
+
+
+def check(prompts):
+    for prompt in prompts:
+        assert worst(np.concatenate(prompt.hidden), len(prompt.ids)) <= TOLERANCE
+
+
+def pieces(*sizes, then):
+    """These sizes, then the last one for ever."""
+    return chain(sizes, repeat(then))
+
+
+@pytest.mark.slow
+def test_chunks_of_ragged_batches_equal_transformers(passes):
+    long = pieces(128, 128, 128, 112, *[1] * 8, *[3] * 4, *[4] * 4, then=64)
+    middle = pieces(1, 1, 1, 1, 3, 4, 1, then=64)
+    prompts = [Prompt(600, 3, long), Prompt(257, 60, middle)]
+    small = [Prompt(n, 80 + 10 * at, repeat(4)) for at, n in enumerate((1, 3, 5))]
+    for chosen in ([prompts[0]], [prompts[1], *small[:2]], [small[2]]):
+        run_all(passes, chosen)
+        check(chosen)
+    whole = [Prompt(129, 3, repeat(129)), Prompt(4, 60, repeat(3))]
+    run_all(passes, whole)
+    check(whole)
+
+
+@pytest.mark.long
+def test_decode_goes_on_across_windows_and_from_shared_prefixes(passes):
+    first = Prompt(257, 2, pieces(123, then=134))
+    run_all(passes, [first])
+    again = Prompt(257, 40, repeat(1), shared=first.pages[:8])
+    again.done, again.hidden = 128, [first.hidden[0], first.hidden[1][:5]]
+    computed_anew = Prompt(257, 70, pieces(120, 20, then=1), shared=first.pages[:8])
+    other = Prompt(128, 100, pieces(119, then=1))
+    for prompt in (computed_anew, computed_anew, other):
+        prompt.hidden += passes.run([prompt.row()])
+    prompts = [again, computed_anew, other]
+    run_all(passes, prompts, is_decode=True)
+    check([first, *prompts])
+
+
+@pytest.mark.long
+def test_an_engine_scores_and_decodes_as_transformers_does():
+    lengths = (129, 5, 600)
+    prompts = [fixture()[f"ids:{length}"].astype(int).tolist() for length in lengths]
+    options = dict(prefill_buckets=(136,), kv_cache_tokens=2048, page_size=16)
+    with tiny_engine(checkpoint(), **options) as engine:
+        for length, found in zip(lengths, engine.logprobs(prompts), strict=True):
+            wanted = fixture()[f"logprobs:{length}"][:-1]
+            np.testing.assert_allclose(np.array(found[1:], float), wanted, atol=TOLERANCE)
+        params = SamplingParams(temperature=0, logprobs=0, max_tokens=9, ignore_eos=True)
+        first, again = (engine.generate(prompts[:2], params) for _ in range(2))
+        assert [one.token_ids for one in first] == [one.token_ids for one in again]
+        assert again[0].cached_tokens > 0 and engine.stats()["compilations_after_ready"] == 0
+        for ids, one in zip(prompts[:2], first, strict=True):
+            scored = engine.logprobs([ids + one.token_ids])[0]
+            np.testing.assert_allclose(one.logprobs, scored[len(ids) :], atol=TOLERANCE)
