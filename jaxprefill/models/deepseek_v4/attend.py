@@ -152,7 +152,7 @@ def by_tile(
     batch: RaggedBatch,
     tile_q: int,
     width: int,
-    attend: Callable[[Tile, Int32[Array, ""]], Float[Array, "q width"]],
+    attend: Callable[[Tile], Float[Array, "q width"]],
 ) -> Float[Array, "T width"]:
     """What `attend` makes of each tile, in token order; zeros for padding tokens."""
     num_tokens = len(batch.kv_rows)
@@ -160,7 +160,7 @@ def by_tile(
     def step(at: Int32[Array, ""], out: Float[Array, "T width"]) -> Float[Array, "T width"]:
         tile = tile_of(batch, at, tile_q)
         home = jnp.where(tile.is_live, tile.row, num_tokens)
-        return out.at[home].set(attend(tile, at).astype(out.dtype), mode="drop")
+        return out.at[home].set(attend(tile).astype(out.dtype), mode="drop")
 
     out = jnp.zeros((num_tokens, width), jnp.float32)
     return lax.fori_loop(0, batch.num_tiles, step, out)

@@ -30,12 +30,14 @@ class Choice(NamedTuple):
     Attributes:
         keys: the indexer's.
         query: a tile's queries; made tile by tile, so that they are never there as a whole.
+        block: entries that are scored at once.
     """
 
     keys: PagedPool
     query: Callable[[Tile], IndexQuery]
     rate: int
     top_k: int
+    block: int = SCORE_BLOCK
 
     def num_entries(self, batch: RaggedBatch) -> int:
         """The most entries that a request of this shape can have."""
@@ -58,7 +60,7 @@ class Choice(NamedTuple):
 def choose_streaming(choice: Choice, batch: RaggedBatch, tile: Tile) -> Int32[Array, "q k"]:
     """The best entries of one tile's queries; numbers past what a query sees are none."""
     capacity = choice.num_entries(batch)
-    top_k, block = min(choice.top_k, capacity), min(SCORE_BLOCK, capacity)
+    top_k, block = min(choice.top_k, capacity), min(choice.block, capacity)
     query, num_queries = choice.query(tile), len(tile.position)
 
     def step(
@@ -77,18 +79,18 @@ def choose_streaming(choice: Choice, batch: RaggedBatch, tile: Tile) -> Int32[Ar
     return lax.fori_loop(0, num_blocks, step, start)[1]
 
 
-def choose_materialised(choice: Choice, batch: RaggedBatch, tile_q: int) -> Int32[Array, "N q k"]:
-    """The best entries of all tiles' queries."""
-    capacity, num_tiles = choice.num_entries(batch), len(batch.tile_slot)
-    block = min(SCORE_BLOCK, capacity)
+def choose_materialised(choice: Choice, batch: RaggedBatch, tile_q: int) -> Int32[Array, "rows k"]:
+    """The best entries of all tokens' queries, one row a token; the last `tile_q` are none's."""
+    capacity, num_tokens = choice.num_entries(batch), len(batch.kv_rows)
+    block = min(choice.block, capacity)
     padded = -(-capacity // block) * block
 
-    def score(at: Int32[Array, ""], scores: Float[Array, "N q S"]) -> Float[Array, "N q S"]:
+    def score(at: Int32[Array, ""], scores: Float[Array, "rows S"]) -> Float[Array, "rows S"]:
         tile = tile_of(batch, at, tile_q)
-        step = partial(_score_block, choice, tile, choice.query(tile), at, block)
+        step = partial(_score_block, choice, tile, choice.query(tile), block)
         return lax.fori_loop(0, -(-choice.num_seen(tile) // block), step, scores)
 
-    scores = jnp.full((num_tiles, tile_q, padded), -jnp.inf, jnp.float32)
+    scores = jnp.full((num_tokens + tile_q, padded), -jnp.inf, jnp.float32)
     scores = lax.fori_loop(0, batch.num_tiles, score, scores)
     best, entries = lax.top_k(scores, min(choice.top_k, capacity))
     return jnp.where(best == -jnp.inf, capacity, entries)
@@ -98,10 +100,10 @@ def _score_block(
     choice: Choice,
     tile: Tile,
     query: IndexQuery,
-    tile_number: Int32[Array, ""],
     block: int,
     at: Int32[Array, ""],
-    scores: Float[Array, "N q S"],
-) -> Float[Array, "N q S"]:
+    scores: Float[Array, "rows S"],
+) -> Float[Array, "rows S"]:
+    """With the tile's rows of one block; those behind its end are the next tile's to write."""
     found = choice.block_scores(tile, query, at * block, block)
-    return lax.dynamic_update_slice(scores, found[None], (tile_number, 0, at * block))
+    return lax.dynamic_update_slice(scores, found, (tile.row[0], at * block))

@@ -219,7 +219,7 @@ class DeepseekV4Layer(nnx.Module):
             if self.top_k_variant == "materialised":
                 chosen = choose_materialised(choice, batch, tile_q)
 
-        def attend(tile: Tile, at: Int32[Array, ""]) -> Float[Array, "q grouped"]:
+        def attend(tile: Tile) -> Float[Array, "q grouped"]:
             own = table_of(tile)
             q = attention.queries(tile.take(latent), own)
             sums = Softmax.begin(q, attention.sinks[...])
@@ -227,7 +227,7 @@ class DeepseekV4Layer(nnx.Module):
             if self.kind == "heavy":
                 sums = fold_entries(sums, q, tile, held["heavy"], latent_config.heavy_rate)
             elif choice is not None:
-                best = choose_streaming(choice, batch, tile) if chosen is None else chosen[at]
+                best = choose_streaming(choice, batch, tile) if chosen is None else chosen[tile.row]
                 sums = fold_chosen(sums, q, tile, held["sparse"], best, choice.rate)
             return attention.grouped(sums.finish(), own)
 
