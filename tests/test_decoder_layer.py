@@ -43,14 +43,23 @@ def rig_of_small(monkeypatch):
     [
         pytest.param(8, SWAPPED, id="fewer_rows_than_a_tile_split_and_swapped"),
         pytest.param(16, None, id="as_chosen", marks=pytest.mark.slow),
-        pytest.param(32, GemmTiles(16, 16, 64), id="two_row_tiles", marks=pytest.mark.slow),
+        pytest.param(
+            32,
+            GemmTiles(16, 16, 64, is_interleaved=True),
+            id="two_row_tiles_interleaved",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(16, "xla", id="xla_products", marks=pytest.mark.slow),
     ],
 )
 def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles):
     if tiles is not None:
         chosen = None if tiles == "xla" else tiles
-        monkeypatch.setattr(layers, "choose_tiles", lambda *_, **__: chosen)
+        head = chosen and chosen._replace(block_n=SMALL.head_dim // 2)
+        narrow = chosen and chosen._replace(is_interleaved=False)
+        monkeypatch.setattr(layers, "choose_tiles", lambda *_: narrow)
+        monkeypatch.setattr(layers, "choose_gated_tiles", lambda *_: chosen)
+        monkeypatch.setattr(layers, "choose_head_tiles", lambda *_: head)
     rig, key = rig_of_small(monkeypatch), ShapeKey(num_tokens, 4, 128)
     rng = np.random.default_rng(0)
     leaves = tuple(
@@ -75,14 +84,15 @@ def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles):
 @pytest.mark.parametrize(
     ("num_tokens", "num_slots", "is_decode", "num_kernels"),
     [
-        (1, 1, True, 6),
-        (32, 16, False, 6),
-        (64, 64, True, 6),
+        (1, 1, True, 5),
+        (32, 16, False, 5),
+        (64, 64, True, 5),
+        (128, 16, False, 3),
         (256, 16, False, 2),
         (2048, 16, False, 2),
     ],
 )
-def test_a_qwen3_8b_layer_is_six_kernels_on_cuda(num_tokens, num_slots, is_decode, num_kernels):
+def test_a_qwen3_8b_layer_is_five_kernels_on_cuda(num_tokens, num_slots, is_decode, num_kernels):
     config = replace(rigs.MODELS["qwen3-8b"], num_layers=2)
     tree = model_tree(config, jnp.dtype("bfloat16"), make_mesh())
     key = ShapeKey(num_tokens, num_slots, 4096)

@@ -16,10 +16,11 @@ from jaxprefill.kernels.attention.cases import CASES, AttentionCase, make_inputs
 from jaxprefill.kernels.attention.pallas_triton import (
     PALLAS_TRITON,
     make_attend,
-    make_attend_to_projection,
+    make_attend_to_heads,
     num_arrivals,
 )
 from jaxprefill.kernels.attention.reference import read_pages, reference_attention
+from jaxprefill.kernels.attention.rotation import norm_and_rotate
 from jaxprefill.models.layers import rms_norm, rotate
 from jaxprefill.prefill.compiler import CPU_OPTIONS
 
@@ -172,12 +173,17 @@ PROJECTION_CASES = tuple(
 @functools.cache
 def compiled_projection(case, has_norms, dtype):
     inputs, is_cpu = make_inputs(case, PALLAS_TRITON), jax.default_backend() == "cpu"
-    attend = make_attend_to_projection(inputs.tiles, case.spec, norm_eps=1e-6, interpret=is_cpu)
+    attend = make_attend_to_heads(inputs.tiles, case.spec, interpret=is_cpu)
+
+    def attend_to_projection(qkv, rotary, qk_norms, *rest):
+        sizes = {"kv_heads": case.kv_heads, "norm_eps": 1e-6}
+        return attend(norm_and_rotate(qkv, rotary, qk_norms, **sizes, interpret=is_cpu), *rest)
+
     operands = projection(case, inputs, has_norms=has_norms, dtype=dtype)
     pool = jnp.asarray(inputs.pool, dtype)
     counters = jnp.zeros(num_arrivals(inputs.tiles, case.kv_heads), jnp.int32)
     arguments = (*operands, pool, inputs.batch, jnp.int32(inputs.first_page), counters)
-    lowered = jax.jit(attend).lower(*arguments)
+    lowered = jax.jit(attend_to_projection).lower(*arguments)
     return lowered.compile(compiler_options=CPU_OPTIONS if is_cpu else {})
 
 

@@ -38,6 +38,7 @@ from jaxprefill.weights.locate import open_checkpoint
 
 # Without it XLA launches kernel by kernel while a profiler records.
 KEEP_GRAPHS = "xla_enable_command_buffers_during_profiling"
+_DUMP_PTX = "xla_dump_emitter_re"  # of which emitters' kernels; by default of none
 _NO_PTX = Missing("a CPU runs LLVM's machine code, not PTX")
 _NO_THUNKS = Missing("XLA's CPU backend does not write its thunks down; the hlo is in their order")
 
@@ -71,7 +72,7 @@ class JobSource:
             with _no_cache(), tempfile.TemporaryDirectory(prefix="jaxprefill-dump-") as folder:
                 dump: CompilerOptions = {}
                 if self.chip.platform != "cpu":  # thunks and PTX can be had from a dump alone
-                    dump = {"xla_dump_to": folder, KEEP_GRAPHS: True}
+                    dump = {"xla_dump_to": folder, _DUMP_PTX: ".*", KEEP_GRAPHS: True}
                 self._compiled[name] = compile_job(self.jobs[name], self._options | dump)
                 self._dumped[name, "ptx"] = _dumped(folder, ".ptx")
                 self._dumped[name, "thunks"] = _dumped(folder, *THUNK_DUMPS)

@@ -14,13 +14,19 @@ from jaxtyping import Array, Float, Int32
 from jaxprefill.errors import KernelError
 from jaxprefill.kernels.attention import AttentionBackend
 from jaxprefill.kernels.attention.cases import AttentionCase, make_inputs
+from jaxprefill.kernels.attention.rotation import plain_norm_and_rotate
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import gemm, xla
-from jaxprefill.kernels.decoder_layer.api import LayerStream
-from jaxprefill.kernels.decoder_layer.select import choose_tiles
+from jaxprefill.kernels.decoder_layer.api import LayerStream, LayerWeights
+from jaxprefill.kernels.decoder_layer.select import (
+    LayerSizes,
+    choose_gated_tiles,
+    choose_head_tiles,
+    choose_tiles,
+)
 
 _LIMITS = {"float32": 1e-4, "bfloat16": 1e-2}  # of the error's norm over the result's
-_ROWS, _WIDTH, _DEPTH, _EPS = 16, 512, 1024, 1e-6
+_ROWS, _WIDTH, _DEPTH, _HEAD_DIM, _EPS = 16, 512, 1024, 64, 1e-6
 
 
 def check_attention(
@@ -84,21 +90,37 @@ def _products(
 
     x, weight, norms = draw(_ROWS, _DEPTH), draw(_WIDTH, _DEPTH), draw(2, _WIDTH)
     gate_up, hidden = draw(2 * _WIDTH, _DEPTH), draw(_ROWS, _WIDTH).astype(jnp.float32)
+    sizes = LayerSizes(_DEPTH, 2 * _WIDTH, _WIDTH, _WIDTH, _HEAD_DIM)
+    heads = LayerWeights(gate_up, weight, gate_up, weight, qk_norms=draw(2, _HEAD_DIM))
+    angle = draw(_ROWS, _HEAD_DIM // 2).astype(jnp.float32)
+    rotary = jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+    kv_heads = _WIDTH // _HEAD_DIM // 2
     tiles = choose_tiles(_ROWS, _DEPTH, _WIDTH)
-    gated_tiles = choose_tiles(_ROWS, _DEPTH, _WIDTH, num_sums=2)
-    num_counters = max(gemm.num_arrivals(_ROWS, _WIDTH, one) for one in (tiles, gated_tiles))
+    gated_tiles = choose_gated_tiles(_ROWS, _DEPTH, _WIDTH)
+    head_tiles = choose_head_tiles(_ROWS, sizes)
+    num_counters = max(
+        gemm.num_arrivals(_ROWS, _WIDTH, one) for one in (tiles, gated_tiles, head_tiles)
+    )
     counters: Int32[Array, " tiles"] = jnp.zeros(num_counters, jnp.int32)
     squares = jnp.square(x.astype(jnp.float32)).sum(1, keepdims=True)
     stream = LayerStream(x.astype(jnp.float32), x, squares, counters)
     own = LayerStream(hidden, hidden.astype(dtype), squares, counters)
     layer = jnp.int32(0)
+
+    def plain_heads() -> Float[Array, "T heads D"]:
+        rows = xla.project(stream, heads.qkv, None, norm_eps=_EPS).reshape(_ROWS, -1, _HEAD_DIM)
+        return plain_norm_and_rotate(rows, rotary, heads.qk_norms, kv_heads=kv_heads, norm_eps=_EPS)
+
     yield (
-        "plain",
-        lambda: gemm.project(stream, weight, None, tiles=tiles, norm_eps=_EPS, interpret=interpret)[
-            0
-        ],
-        lambda: xla.project(stream, weight, None, norm_eps=_EPS),
-    )
+        "rotated",
+        lambda: (
+            gemm.project_rotated(
+                stream, heads, rotary, kv_heads=kv_heads, tiles=head_tiles, norm_eps=_EPS,
+                interpret=interpret,
+            )[0].reshape(_ROWS, -1, _HEAD_DIM)
+        ),
+        plain_heads,
+    )  # fmt: skip
     yield (
         "gated",
         lambda: gemm.project_gated(

@@ -14,8 +14,8 @@ Where few programs face a long context, several share a tile's cached keys (spli
 leaves a part and its weight, and a second kernel adds the parts in a fixed order. A tile whose
 cached keys are few is done by one program, and the second kernel passes it by.
 
-`make_attend` takes rotated queries and keys; `make_attend_to_projection` takes the rows of a fused
-qkv projection and first norms and rotates their heads in place, in a kernel of its own.
+`make_attend` takes queries, keys and values apart; `make_attend_to_heads` takes the heads of each
+row in one array, as a fused qkv projection leaves them once they are rotated.
 
 Nothing is masked on load or store: an index past the end repeats the last live one, so a dead
 query row computes and stores what its tile's last live row does, and a stale page is never read.
@@ -34,7 +34,6 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention.api import Attend, AttentionBackend, RaggedBatch
 from jaxprefill.kernels.attention.capabilities import CAUSAL, AttentionSpec, Capabilities
-from jaxprefill.kernels.attention.rotation import norm_and_rotate
 from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, tile_capacity
 
 _MASKED = -1e30
@@ -47,12 +46,10 @@ _MAX_PAGE_SIZE = 128
 _WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 _MAX_SPLITS = 16
 _MIN_SPLIT_BLOCKS = 4  # a split of fewer key blocks costs more than it saves
-# See `make_attend_to_projection`.
-AttendToProjection = Callable[
+# See `make_attend_to_heads`.
+AttendToHeads = Callable[
     [
         Float[Array, "T heads D"],
-        Float[Array, "2 T half"],
-        Float[Array, "2 D"] | None,
         Shaped[Array, "2 K P S D"],
         RaggedBatch,
         Int32[Array, ""],
@@ -185,35 +182,27 @@ def make_attend(
     return write_and_attend
 
 
-def make_attend_to_projection(
-    shape: TileShape, spec: AttentionSpec, *, norm_eps: float, interpret: bool = False
-) -> AttendToProjection:
-    """The same, of a qkv projection's rows as they are; parts of a tile are merged on the way.
+def make_attend_to_heads(
+    shape: TileShape, spec: AttentionSpec, *, interpret: bool = False
+) -> AttendToHeads:
+    """The same, of stacked heads; parts of a tile are merged on the way.
 
-    (qkv [T, H + 2K, D], rotary [2, T, D / 2], qk_norms [2, D] or None, pool, batch, first_page,
-    arrivals) -> (out [T, H, D], pool, arrivals); arrivals holds `num_arrivals` zeros or more.
+    (heads [T, H + 2K, D]: queries, keys, values; pool, batch, first_page, arrivals) ->
+    (out [T, H, D], pool, arrivals); arrivals holds `num_arrivals` zeros or more.
     """
 
-    def write_and_attend(qkv, rotary, qk_norms, pool, batch, first_page, arrivals):  # pyright: ignore
+    def write_and_attend(heads, pool, batch, first_page, arrivals):  # pyright: ignore
         kv_heads = pool.shape[1]
-        q_shape = (len(qkv), qkv.shape[1] - 2 * kv_heads, qkv.shape[2])
+        q_shape = (len(heads), heads.shape[1] - 2 * kv_heads, heads.shape[2])
         sizes = _sizes(shape, spec, q_shape, pool, interpret=interpret)
-        rows = norm_and_rotate(
-            qkv,
-            rotary,
-            qk_norms,
-            kv_heads=kv_heads,
-            norm_eps=norm_eps,
-            interpret=interpret,
-        )
-        out, pool, left = _attend(sizes, _Stacked(rows), pool, batch, first_page, arrivals)
+        out, pool, left = _attend(sizes, _Stacked(heads), pool, batch, first_page, arrivals)
         return out, pool, arrivals if left is None else left
 
     return write_and_attend
 
 
 def num_arrivals(shape: TileShape, kv_heads: int) -> int:
-    """Counters that `make_attend_to_projection` needs."""
+    """Counters that `make_attend_to_heads` needs."""
     return shape.num_tiles * kv_heads
 
 

@@ -51,6 +51,27 @@ def norm_and_rotate(
     return call(qkv, rotary, qk_norms)
 
 
+def plain_norm_and_rotate(
+    qkv: Float[Array, "T heads D"],
+    rotary: Float[Array, "2 T half"],
+    qk_norms: Float[Array, "2 D"] | None,
+    *,
+    kv_heads: int,
+    norm_eps: float,
+) -> Float[Array, "T heads D"]:
+    """The same in plain JAX: what kernels are checked against."""
+    rows, num_queries = qkv.astype(jnp.float32), qkv.shape[1] - 2 * kv_heads
+    turned = rows[:, : num_queries + kv_heads]
+    if qk_norms is not None:
+        scale = lax.rsqrt(jnp.square(turned).mean(-1, keepdims=True) + norm_eps)
+        is_key = (jnp.arange(turned.shape[1]) >= num_queries).astype(jnp.int32)
+        turned = turned * scale * qk_norms.astype(jnp.float32)[is_key]
+    low, high = jnp.split(turned, 2, axis=-1)
+    cos, sin = rotary[0][:, None], rotary[1][:, None]
+    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return jnp.concatenate([turned, rows[:, turned.shape[1] :]], axis=1).astype(qkv.dtype)
+
+
 def _kernel(qkv: Any, rotary: Any, qk_norms: Any, out: Any, *, sizes: _Rotation) -> None:
     """One token's block of query or key heads."""
     token, first, dim = pl.program_id(0), pl.program_id(1) * sizes.block, qkv.shape[-1]

@@ -1,8 +1,10 @@
 """Products of few rows with a large weight, each with what follows it, in one Pallas/Triton kernel.
 
-A program takes `block_n` outputs of `tile_t` rows, the whole depth or one split of it:
+A program takes `tile_t` rows and `block_n` outputs of one or two products, the whole depth or one
+split of it:
 
-    plain       y = x W^T [rows scaled by a norm] [+ bias]
+    rotated     y = x W^T with the norm's scale [+ bias]; of its heads, queries and keys are
+                RMS-normed, if there are norms, and rotated; a program takes one head
     gated       y = silu(x G^T) * (x U^T), both with the norm's scale; W stacks G and U
     residual    hidden + x W^T; the same times the next norm's weight; sums of its squares
 
@@ -22,7 +24,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxprefill.kernels.attention.pallas_triton import count_arrival
-from jaxprefill.kernels.decoder_layer.api import LayerStream
+from jaxprefill.kernels.decoder_layer.api import LayerStream, LayerWeights
 
 Ref = Any  # a Pallas reference: [index] loads and stores; jax has no public type for it
 Sums = tuple[Float32[Array, "a b"], ...]  # one, or gate and up
@@ -33,9 +35,10 @@ class GemmTiles(NamedTuple):
 
     Attributes:
         tile_t: rows a program; a power of two from 16.
-        block_n, block_k: outputs a program, and depth a step; powers of two from 16 that divide
-            the sizes of the weight, `block_k` that of a split.
+        block_n, block_k: outputs a program takes of each product, and depth a step; powers of
+            two from 16 that divide the sizes of the weight, `block_k` that of a split.
         is_swapped: whether outputs, rather than rows, are the first side of the dot.
+        is_interleaved: whether two products are one dot, whose outputs alternate.
     """
 
     tile_t: int
@@ -45,18 +48,21 @@ class GemmTiles(NamedTuple):
     num_warps: int = 4
     num_stages: int = 4
     is_swapped: bool = False
+    is_interleaved: bool = False
 
 
 class _Gemm(NamedTuple):
     """What one kernel is specialised on."""
 
-    kind: Literal["plain", "gated", "residual"]
+    kind: Literal["rotated", "gated", "residual"]
     tiles: GemmTiles
     num_rows: int
     depth: int
-    outputs: int
+    outputs: int  # of each of the products
     norm_eps: float = 0.0
     norm_row: int = 0  # of the next norm, from the layer's first
+    num_queries: int = 0  # heads
+    num_rotated: int = 0  # heads: queries, then keys
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -66,13 +72,13 @@ class _Gemm(NamedTuple):
 
     @property
     def num_sums(self) -> int:
-        """Products a program keeps: gate and up are two."""
-        return 2 if self.kind == "gated" else 1
+        """Products a program keeps: gate and up, or a head's two halves."""
+        return 1 if self.kind == "residual" or self.tiles.is_interleaved else 2
 
     @property
     def sum_shape(self) -> tuple[int, int]:
         """Of one product."""
-        tile_t, block_n = self.tiles.tile_t, self.tiles.block_n
+        tile_t, block_n = self.tiles.tile_t, self.tiles.block_n * (1 + self.tiles.is_interleaved)
         return (block_n, tile_t) if self.tiles.is_swapped else (tile_t, block_n)
 
 
@@ -82,25 +88,44 @@ class _Operands(NamedTuple):
     x: Any  # [T, depth]
     weight: Any  # [outputs or 2 * outputs, depth]
     squares: Any = None  # [T, parts]
-    bias: Any = None  # [outputs]
+    bias: Any = None  # [2 * outputs]
+    rotary: Any = None  # [2, T, D / 2]: cosine and sine
+    qk_norms: Any = None  # [2, D]
     hidden: Any = None  # [T, outputs]
     norms: Any = None  # [rows, outputs]
     layer: Any = None  # [1]
     arrivals: Any = None  # [tiles]
 
 
-def project(
+def project_rotated(
     stream: LayerStream,
-    weight: Float[Array, "outputs E"],
-    bias: Float[Array, " outputs"] | None,
+    weights: LayerWeights,
+    rotary: Float[Array, "2 T half"],
     *,
+    kv_heads: int,
     tiles: GemmTiles,
     norm_eps: float,
     interpret: bool = False,
-) -> tuple[Float[Array, "T outputs"], Int32[Array, " tiles"]]:
-    """(normed rows times the weight, arrivals)."""
-    gemm = _Gemm("plain", tiles, *_sizes(stream.scaled), len(weight), norm_eps)
-    operands = _Operands(stream.scaled, weight, squares=stream.squares, bias=bias)
+) -> tuple[Float[Array, "T qkv"], Int32[Array, " tiles"]]:
+    """(queries, keys and values as attention takes them, arrivals); a block is half a head."""
+    num_heads = len(weights.qkv) // (2 * tiles.block_n)
+    gemm = _Gemm(
+        "rotated",
+        tiles,
+        *_sizes(stream.scaled),
+        len(weights.qkv) // 2,
+        norm_eps,
+        num_queries=num_heads - 2 * kv_heads,
+        num_rotated=num_heads - kv_heads,
+    )
+    operands = _Operands(
+        stream.scaled,
+        weights.qkv,
+        squares=stream.squares,
+        bias=weights.qkv_bias,
+        rotary=rotary,
+        qk_norms=weights.qk_norms,
+    )
     (out,), arrivals = _launch(gemm, operands, stream.arrivals, interpret=interpret)
     return out, arrivals
 
@@ -184,7 +209,9 @@ def _launch(
 
 def _result_shapes(gemm: _Gemm, dtype: Any) -> list[jax.ShapeDtypeStruct]:
     out = (gemm.num_rows, gemm.outputs)
-    if gemm.kind != "residual":
+    if gemm.kind == "rotated":
+        return [jax.ShapeDtypeStruct((gemm.num_rows, 2 * gemm.outputs), dtype)]
+    if gemm.kind == "gated":
         return [jax.ShapeDtypeStruct(out, dtype)]
     squares = (gemm.num_rows, num_parts(gemm.outputs, gemm.tiles))
     sizes = ((out, jnp.float32), (out, dtype), (squares, jnp.float32))
@@ -231,10 +258,7 @@ def _products(
 ) -> Sums:
     tiles = gemm.tiles
     depth = gemm.depth // tiles.num_splits
-    columns = [
-        pl.ds(index * gemm.outputs + block * tiles.block_n, tiles.block_n)
-        for index in range(gemm.num_sums)
-    ]
+    columns = _columns(block, gemm)
 
     def step(index: Int32[Array, ""], sums: Sums) -> Sums:
         at = pl.ds(split * depth + index * tiles.block_k, tiles.block_k)
@@ -246,6 +270,24 @@ def _products(
 
     zeros = tuple(jnp.zeros(gemm.sum_shape, jnp.float32) for _ in columns)
     return lax.fori_loop(0, depth // tiles.block_k, step, zeros)
+
+
+def _columns(block: Int32[Array, ""], gemm: _Gemm) -> list[Any]:
+    """Rows of the weight that each dot of a program takes."""
+    block_n = gemm.tiles.block_n
+    first, apart = _first_and_apart(block, gemm)
+    if gemm.tiles.is_interleaved:
+        at = lax.iota(jnp.int32, 2 * block_n)
+        return [first + at % 2 * apart + at // 2]
+    return [pl.ds(first + index * apart, block_n) for index in range(gemm.num_sums)]
+
+
+def _first_and_apart(block: Int32[Array, ""], gemm: _Gemm) -> tuple[Int32[Array, ""], int]:
+    """The first row of a program's first product, and how far from it the second begins."""
+    block_n = gemm.tiles.block_n
+    if gemm.kind == "rotated":  # the halves of one head
+        return 2 * block * block_n, block_n
+    return block * block_n, gemm.outputs
 
 
 def _dot(left: Float[Array, "a k"], right: Float[Array, "b k"]) -> Float32[Array, "a b"]:
@@ -263,17 +305,68 @@ def _finish(
         mean = operands.squares[rows, :].sum(1) / gemm.depth
         scale = lax.rsqrt(mean + gemm.norm_eps)[:, None]
         sums = tuple(total * scale for total in sums)
+    if gemm.tiles.is_interleaved:
+        sums = _apart(sums[0])
+    match gemm.kind:
+        case "rotated":
+            halves = _halves(block, gemm)
+            for half, total in zip(halves, _rotate(operands, sums, rows, block, gemm), strict=True):
+                results[0][rows, half] = total.astype(results[0].dtype)
+        case "gated":
+            gate, up = sums
+            gated = gate / (1 + jnp.exp(-gate)) * up
+            results[0][rows, columns] = gated.astype(results[0].dtype)
+        case "residual":
+            _add_to_stream(operands, results, sums[0], rows, block, gemm)
+
+
+def _apart(total: Float32[Array, "a both"]) -> Sums:
+    """Even and odd columns."""
+    pairs = total.reshape(total.shape[0], -1, 2)
+    which = lax.broadcasted_iota(jnp.int32, pairs.shape, 2)
+    return tuple(jnp.where(which == index, pairs, 0.0).sum(2) for index in range(2))
+
+
+def _halves(head: Int32[Array, ""], gemm: _Gemm) -> list[Any]:
+    """Columns of the result."""
+    first, apart = _first_and_apart(head, gemm)
+    return [pl.ds(first + index * apart, gemm.tiles.block_n) for index in range(2)]
+
+
+def _rotate(operands: Any, sums: Sums, rows: Any, head: Int32[Array, ""], gemm: _Gemm) -> Sums:
+    """A head's halves as attention takes them: dimension i turns with i + D / 2."""
+    block_n, halves = gemm.tiles.block_n, _halves(head, gemm)
     if operands.bias is not None:
-        bias = operands.bias[columns].astype(jnp.float32)[None]
-        sums = tuple(total + bias for total in sums)
-    if len(sums) == 2:
-        gate, up = sums
-        sums = (gate / (1 + jnp.exp(-gate)) * up,)
-    if gemm.kind != "residual":
-        results[0][rows, columns] = sums[0].astype(results[0].dtype)
-        return
+        bias = [operands.bias[half].astype(jnp.float32)[None] for half in halves]
+        sums = tuple(total + one for total, one in zip(sums, bias, strict=True))
+    low, high = sums
+    if operands.qk_norms is not None:
+        mean = ((low * low).sum(1) + (high * high).sum(1)) / (2 * block_n)
+        scale = lax.rsqrt(mean + gemm.norm_eps)[:, None]
+        is_key = (head >= gemm.num_queries).astype(jnp.int32)
+        own = [
+            operands.qk_norms[is_key, pl.ds(at, block_n)].astype(jnp.float32)[None]
+            for at in (0, block_n)
+        ]
+        low, high = (x * scale * weight for x, weight in zip((low, high), own, strict=True))
+    cos, sin = operands.rotary[0, rows, :], operands.rotary[1, rows, :]
+    turned = (low * cos - high * sin, high * cos + low * sin)
+    is_value = jnp.broadcast_to(head >= gemm.num_rotated, low.shape)
+    return tuple(jnp.where(is_value, *pair) for pair in zip(sums, turned, strict=True))
+
+
+def _add_to_stream(
+    operands: Any,
+    results: Any,
+    product: Float32[Array, "a b"],
+    rows: Any,
+    block: Int32[Array, ""],
+    gemm: _Gemm,
+) -> None:
+    """The residual, the next norm's weight, and the sums of squares."""
+    columns = pl.ds(block * gemm.tiles.block_n, gemm.tiles.block_n)
     hidden, scaled, squares = results
-    total = operands.hidden[rows, columns] + sums[0]
+    total = operands.hidden[rows, columns] + product
     norm = operands.norms[2 * operands.layer[0] + gemm.norm_row, columns].astype(jnp.float32)
     hidden[rows, columns] = total
     scaled[rows, columns] = (total * norm[None]).astype(scaled.dtype)

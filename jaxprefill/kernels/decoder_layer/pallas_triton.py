@@ -1,8 +1,9 @@
-"""A dense decoder layer as six launches, or nine where XLA's own products win.
+"""A dense decoder layer as five launches, or seven to twelve where XLA's own products win.
 
-    qkv product | norm and rotate | attention | output product | gate and up product | down product
+    qkv product | attention | output product | gate and up product | down product
 
-KV write, activation, residual adds and the layer's norms happen inside them.
+KV write, rotation, activation, residual adds and norms happen inside them; with XLA's products,
+rotation is a launch of its own.
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +13,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxprefill.kernels.attention import AttentionSpec, RaggedBatch, TileShape
-from jaxprefill.kernels.attention.pallas_triton import make_attend_to_projection, num_arrivals
+from jaxprefill.kernels.attention.pallas_triton import make_attend_to_heads, num_arrivals
+from jaxprefill.kernels.attention.rotation import norm_and_rotate
 from jaxprefill.kernels.decoder_layer import gemm, xla
 from jaxprefill.kernels.decoder_layer.api import FusedLayer, LayerStream, LayerWeights
 from jaxprefill.kernels.decoder_layer.gemm import GemmTiles
-from jaxprefill.kernels.decoder_layer.select import MAX_TILED_TOKENS, LayerSizes, choose_tiles
+from jaxprefill.kernels.decoder_layer.select import (
+    MAX_TILED_TOKENS,
+    LayerSizes,
+    choose_gated_tiles,
+    choose_head_tiles,
+    choose_tiles,
+    is_wide,
+)
 
 
 class LayerTiles(NamedTuple):
@@ -30,14 +39,17 @@ class LayerTiles(NamedTuple):
 
 def layer_tiles(sizes: LayerSizes, num_tokens: int) -> LayerTiles:
     """The measured choice for these sizes."""
-    if num_tokens > MAX_TILED_TOKENS:
+    if num_tokens > MAX_TILED_TOKENS and not is_wide(sizes, num_tokens):
         return LayerTiles(None, None, None, None)
-    return LayerTiles(
-        qkv=choose_tiles(num_tokens, sizes.hidden_size, sizes.qkv_size),
+    chosen = LayerTiles(
+        qkv=choose_head_tiles(num_tokens, sizes),
         output=choose_tiles(num_tokens, sizes.attended_size, sizes.hidden_size),
-        gate_up=choose_tiles(num_tokens, sizes.hidden_size, sizes.mlp_size, num_sums=2),
+        gate_up=choose_gated_tiles(num_tokens, sizes.hidden_size, sizes.mlp_size),
         down=choose_tiles(num_tokens, sizes.mlp_size, sizes.hidden_size),
     )
+    if num_tokens <= MAX_TILED_TOKENS:
+        return chosen
+    return chosen._replace(output=None, down=None)
 
 
 def start_stream(
@@ -51,7 +63,7 @@ def start_stream(
 ) -> LayerStream:
     """The stream before the first layer, whose norm is `norm`."""
     num_tokens = len(hidden)
-    outputs = (sizes.qkv_size, sizes.hidden_size, sizes.mlp_size, sizes.hidden_size)
+    outputs = (sizes.qkv_size // 2, sizes.hidden_size, sizes.mlp_size, sizes.hidden_size)
     # As every later layer finds them.
     parts = gemm.num_parts(sizes.hidden_size, tiles.down) if tiles.down else 1
     counts = [
@@ -81,7 +93,7 @@ def make_fused_layer(
     interpret: bool = False,
 ) -> FusedLayer:
     """A layer of one compiled shape; `interpret` runs it on any device, slowly."""
-    attend = make_attend_to_projection(shape, spec, norm_eps=norm_eps, interpret=interpret)
+    attend = make_attend_to_heads(shape, spec, interpret=interpret)
     products = _Products(tiles, norm_eps, interpret)
 
     def layer_pass(
@@ -94,13 +106,20 @@ def make_fused_layer(
         batch: RaggedBatch,
     ) -> tuple[LayerStream, Shaped[Array, "2 K P S D"]]:
         with jax.named_scope("attention.qkv"):
-            qkv, stream = products.qkv(weights, stream)
+            qkv, stream, is_rotated = products.qkv(weights, stream, rotary, pool.shape[1])
         with jax.named_scope("attention.core"):
             first_page = layer * (pool.shape[2] // (len(norms) // 2))
             heads = qkv.reshape(len(qkv), -1, pool.shape[-1])
-            out, pool, arrivals = attend(
-                heads, rotary, weights.qk_norms, pool, batch, first_page, stream.arrivals
-            )
+            if not is_rotated:
+                heads = norm_and_rotate(
+                    heads,
+                    rotary,
+                    weights.qk_norms,
+                    kv_heads=pool.shape[1],
+                    norm_eps=norm_eps,
+                    interpret=interpret,
+                )
+            out, pool, arrivals = attend(heads, pool, batch, first_page, stream.arrivals)
             attended, stream = out.reshape(len(out), -1), stream._replace(arrivals=arrivals)
         with jax.named_scope("attention.output"):
             stream = products.output(attended, weights.output, stream, norms, layer)
@@ -120,20 +139,26 @@ class _Products(NamedTuple):
     interpret: bool
 
     def qkv(
-        self, weights: LayerWeights, stream: LayerStream
-    ) -> tuple[Float[Array, "T outputs"], LayerStream]:
+        self,
+        weights: LayerWeights,
+        stream: LayerStream,
+        rotary: Float[Array, "2 T half"],
+        kv_heads: int,
+    ) -> tuple[Float[Array, "T outputs"], LayerStream, bool]:
+        """(the heads of each row, the stream, whether the heads are normed and rotated)."""
         if self.tiles.qkv is None:
             out = xla.project(stream, weights.qkv, weights.qkv_bias, norm_eps=self.norm_eps)
-            return out, stream
-        out, arrivals = gemm.project(
+            return out, stream, False
+        out, arrivals = gemm.project_rotated(
             stream,
-            weights.qkv,
-            weights.qkv_bias,
+            weights,
+            rotary,
+            kv_heads=kv_heads,
             tiles=self.tiles.qkv,
             norm_eps=self.norm_eps,
             interpret=self.interpret,
         )
-        return out, stream._replace(arrivals=arrivals)
+        return out, stream._replace(arrivals=arrivals), True
 
     def gate_up(
         self, weights: LayerWeights, stream: LayerStream
