@@ -40,8 +40,8 @@ def on_a_gpu():
 
 @pytest.fixture(scope="module")
 def deep(on_a_gpu):
-    """Qwen3-0.6B's widths in 36 layers of random bfloat16 weights: (tree, leaves)."""
-    config = replace(rigs.MODELS["qwen3-0.6b"], num_layers=36)
+    """Qwen3-1.7B's widths in 36 layers of random bfloat16 weights: (tree, leaves)."""
+    config = replace(rigs.MODELS["qwen3-1.7b"], num_layers=36)
     tree = model_tree(config, jnp.dtype("bfloat16"), make_mesh())
     return tree, rigs.random_leaves(tree)
 
@@ -66,7 +66,7 @@ def hidden_rows(tree, leaves, backend, num_tokens, make):
     return np.asarray(out[: num_tokens - 2], np.float64)
 
 
-@pytest.mark.parametrize("num_tokens", [16, 64, 256, 512])
+@pytest.mark.parametrize("num_tokens", [32, 64, 128, 256, 512])
 def test_a_pass_of_36_layers_is_close_to_float32(deep, num_tokens):
     tree, leaves = deep
     wide = model_tree(tree.config, jnp.dtype("float32"), make_mesh())
