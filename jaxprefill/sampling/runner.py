@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from jaxprefill.device_state import DeviceState
-from jaxprefill.kernels.device import spin_until_ready
+from jaxprefill.kernels.device import begin_reading, read_numbers, spin_until_ready
 from jaxprefill.prefill.compiler import Compiled
 from jaxprefill.request import Request
 from jaxprefill.sampling.head import history_row
@@ -102,7 +102,7 @@ class HeadRunner:
             state.last_tokens, state.history, out = self._call[f"general {size}"](
                 *base, state.history, state.bias, mask, buffer
             )
-        out.copy_to_host_async()
+        begin_reading(out)
         return PendingTokens(PendingScores([out], len(rows), size))
 
     def score(self, state: DeviceState, rows: Sequence[RowToScore]) -> "PendingScores":
@@ -153,7 +153,7 @@ def dispatch_pairs(
         buffer = np.zeros((next(size for size in sizes if size >= len(part)), 2), np.int32)
         buffer[: len(part)] = part
         block = call(buffer)
-        block.copy_to_host_async()
+        begin_reading(block)
         blocks.append(block)
     return PendingScores(blocks, len(pairs), sizes[-1])
 
@@ -191,7 +191,7 @@ class PendingScores(NamedTuple):
         """Waits for the device."""
         if self.blocks:
             spin_until_ready(self.blocks[-1])
-        parts = [np.asarray(block) for block in self.blocks]
+        parts = [read_numbers(block) for block in self.blocks]
         whole = [part[: self.block_rows] for part in parts[:-1]]
         tail = self.num_rows - self.block_rows * len(whole)
         return np.concatenate([*whole, parts[-1][:tail]]) if parts else np.zeros(0, np.float32)
