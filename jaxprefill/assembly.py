@@ -25,6 +25,8 @@ from jaxprefill.prefill.fused import make_body
 from jaxprefill.prefill.policy import PrefillPolicy
 from jaxprefill.prefill.runner import Executable, PrefillRunner
 from jaxprefill.prefill.staging import MARK, Staging, mark_job, pinned_sharding
+from jaxprefill.prefill.transport import Transport
+from jaxprefill.prefill.vote import GroupVote
 from jaxprefill.sampling.head import HeadFunctions, head_jobs
 from jaxprefill.sampling.pooling import PoolingRunner, pooling_jobs
 from jaxprefill.sampling.runner import HeadRunner
@@ -100,8 +102,13 @@ class Assembly:
             small_blocks=reserve_small_blocks(replicated(self.mesh)) if self._is_staged else (),
         )
 
-    def assemble(self, state: DeviceState, compiled: dict[str, Compiled]) -> EngineCore:
-        """Runners over compiled jobs."""
+    def assemble(
+        self,
+        state: DeviceState,
+        compiled: dict[str, Compiled],
+        transport: Transport | None = None,
+    ) -> EngineCore:
+        """Runners over compiled jobs; `transport` leads to the ranks that run the same steps."""
         plan, counters = self.plan, EngineCounters()
         heads = HeadRunner(
             compiled,
@@ -122,6 +129,20 @@ class Assembly:
             decode=DecodeRunner(decode, counters),
             heads=Heads(heads, PoolingRunner(compiled, num_rows=plan.pool_rows)),
             counters=counters,
+            group=None if transport is None else self._group(transport),
+        )
+
+    def _group(self, transport: Transport) -> GroupVote:
+        plan = self.plan
+        shapes = f"{plan.path} {plan.eager_ladder} {plan.decode_slots}"
+        return GroupVote(transport, self._policy, alike=shapes)
+
+    @property
+    def _policy(self) -> PrefillPolicy:
+        return PrefillPolicy(
+            ladder=self.plan.ladder,
+            is_enabled=self.plan.path != "eager",
+            max_padding_factor=self.plan.config.max_padding_factor,
         )
 
     def _prefill_runner(
@@ -129,11 +150,7 @@ class Assembly:
     ) -> PrefillRunner:
         plan = self.plan
         return PrefillRunner(
-            policy=PrefillPolicy(
-                ladder=plan.ladder,
-                is_enabled=plan.path != "eager",
-                max_padding_factor=plan.config.max_padding_factor,
-            ),
+            policy=self._policy,
             executables=self.prefill_executables(plan.ladder, state, compiled),
             path=plan.path,
             fallback_ladder=plan.eager_ladder,

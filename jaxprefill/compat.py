@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import platformdirs
+from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval
@@ -36,6 +37,20 @@ class PjrtExecutable(Protocol):
     def get_parameter_layouts(self) -> list[Any]:
         """One for each operand."""
         ...
+
+
+def key_value_client() -> Any:
+    """The key-value store that the processes of `jax.distributed` share, which has no public name.
+
+    Raises:
+        ConfigError: `jax.distributed.initialize` was not called.
+    """
+    # The one public module that shows where jax keeps it.
+    shared: Any = multihost_utils.distributed  # pyright: ignore
+    client = shared.global_state.client
+    if client is None:
+        raise ConfigError("jax.distributed.initialize must be called before processes can vote")
+    return client
 
 
 def load_executable(payload: bytes, devices: Sequence[Any]) -> PjrtExecutable:

@@ -14,6 +14,7 @@ from jaxprefill.grammar import Matcher
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import CompilationCounter
 from jaxprefill.prefill.runner import PrefillRunner
+from jaxprefill.prefill.vote import Ballot, GroupVote
 from jaxprefill.request import FinishReason, Request
 from jaxprefill.scheduler import RequestState, Scheduler, Status
 from jaxprefill.step import Heads, PendingStep, RowResults, dispatch_heads
@@ -26,6 +27,8 @@ class EngineCore:
 
     Attributes:
         graph_bytes: device memory that executables took when they first ran, beyond XLA's own.
+        group: votes of ranks that have requests of their own and must run the same executable in
+            every step (data-parallel attention): they step together, with work or without.
     """
 
     state: DeviceState
@@ -37,6 +40,7 @@ class EngineCore:
     scheduler: Scheduler = field(init=False)
     compilations: CompilationCounter = field(default_factory=CompilationCounter)
     graph_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    group: GroupVote | None = None
 
     def __post_init__(self) -> None:
         pages = PageAllocator(self.plan.num_pages, self.plan.config.page_size)
@@ -82,7 +86,10 @@ class EngineCore:
     def step(self) -> list[RequestUpdate]:
         """Dispatches the next step, then reads the one before."""
         batch = self.scheduler.next_batch()
-        dispatched = self._dispatch(batch) if batch is not None else None
+        group = self.group.agree(batch) if self.group is not None else None
+        if batch is None and group is not None:  # nothing but padding, beside other ranks' work
+            batch = Batch(rows=(), is_decode=not group.has_prefill)
+        dispatched = self._dispatch(batch, group) if batch is not None else None
         pending, self._in_flight = self._in_flight, dispatched
         updates = self._read(pending) if pending is not None else []
         self.counters.preemptions = self.scheduler.num_preemptions
@@ -98,14 +105,15 @@ class EngineCore:
         """From now on nothing may compile."""
         self.compilations = CompilationCounter()
 
-    def _dispatch(self, batch: Batch) -> PendingStep:
-        runner = self.decode if batch.is_decode else self.prefill
+    def _dispatch(self, batch: Batch, group: Ballot | None) -> PendingStep:
+        is_decode = batch.is_decode if group is None else not group.has_prefill
+        runner = self.decode if is_decode else self.prefill
         states = [self._states[row.request_id] for row in batch.rows]
         now = time.monotonic()
         for state in states:
             state.started_at = state.started_at or now
         try:
-            runner.run(self.state, batch)
+            runner.run(self.state, batch, group)
             return dispatch_heads(self.heads, self.state, batch, states)
         except BaseException:
             self._lose(states)

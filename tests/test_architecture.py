@@ -76,6 +76,8 @@ HOST_ONLY = [
     "prefill.buckets",
     "prefill.contexts",
     "prefill.policy",
+    "prefill.transport",
+    "prefill.vote",
     "tuning.search",
     "tuning.lengths",
     "sampling.pack",

@@ -7,6 +7,7 @@ from jaxprefill.counters import EngineCounters
 from jaxprefill.device_state import DeviceState
 from jaxprefill.errors import CapacityError
 from jaxprefill.prefill.executable import PrefillExecutable
+from jaxprefill.prefill.vote import Ballot
 
 
 class DecodeRunner:
@@ -19,22 +20,25 @@ class DecodeRunner:
         self._executables = dict(sorted(executables.items()))
         self._counters = counters
 
-    def run(self, state: DeviceState, batch: Batch) -> None:
+    def run(self, state: DeviceState, batch: Batch, group: Ballot | None = None) -> None:
         """Writes one hidden row per request; dispatched, not awaited.
+
+        Of several ranks each runs the shape that holds the longest batch in the `group`.
 
         Raises:
             CapacityError: more rows than the largest bucket has slots.
         """
         num_rows = len(batch.rows)
+        least = num_rows if group is None else group.num_requests
         for num_slots, executable in self._executables.items():
-            if num_slots >= num_rows:
+            if num_slots >= least:
                 executable.run(state, batch)
                 name = f"decode {executable.key}"
                 self._counters.count_pass("decode", name, real=num_rows, padded=num_slots)
                 return
         raise CapacityError(
             f"the largest decode executable has {max(self._executables)} slots, the batch has "
-            f"{num_rows} rows; raise max_running_requests"
+            f"{least} rows; raise max_running_requests"
         )
 
     def warm(

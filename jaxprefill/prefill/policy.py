@@ -14,6 +14,7 @@ class FallbackReason(StrEnum):
     CONTEXT_ABOVE_MAX = "context_above_max"
     CONTEXT_UNKNOWN = "context_unknown"
     PADDING_FACTOR = "padding_factor"
+    GROUP_VOTE = "group_vote"
     DISABLED = "disabled"
 
 
@@ -26,13 +27,18 @@ class Use:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Run eagerly. `limit` is what the ladder allows, `value` what the batch needs."""
+    """Run eagerly. `limit` is what the ladder allows, `value` what the batch needs, if it is these.
+
+    Of a batch that another rank's keeps from its executable both are None.
+    """
 
     reason: FallbackReason
     value: int | float | None = None
     limit: int | float | None = None
 
     def __str__(self) -> str:
+        if self.reason is FallbackReason.GROUP_VOTE:
+            return f"{self.reason} (another rank's batch fits no executable)"
         return f"{self.reason} (batch {self.value}, limit {self.limit})"
 
 

@@ -9,7 +9,8 @@ from jaxprefill.counters import EngineCounters
 from jaxprefill.device_state import DeviceState
 from jaxprefill.errors import CapacityError, FallbackError
 from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
-from jaxprefill.prefill.policy import Fallback, PrefillPolicy, decide
+from jaxprefill.prefill.policy import Fallback, PrefillPolicy
+from jaxprefill.prefill.vote import Ballot, ballot_of, decide_batch, decide_in_group
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +49,22 @@ class PrefillRunner:
         self._is_strict = is_strict
         self._counters = counters
 
-    def run(self, state: DeviceState, batch: Batch) -> None:
+    def run(self, state: DeviceState, batch: Batch, group: Ballot | None = None) -> None:
         """Writes the batch's hidden rows; dispatched, not awaited.
+
+        Of several ranks each runs the shape that `group`, the vote of all, gives all of them.
 
         Raises:
             FallbackError: strict, and no executable takes the batch.
             CapacityError: not even the eager fallback holds it.
         """
-        decision = decide(
-            self._policy,
-            num_tokens=batch.num_tokens,
-            num_requests=len(batch.rows),
-            max_context=batch.max_context,
-        )
+        if group is None:
+            decision = decide_batch(self._policy, batch)
+            group = ballot_of(self._policy, batch)
+        else:
+            decision = decide_in_group(self._policy, batch, group)
         if isinstance(decision, Fallback):
-            self._run_fallback(state, batch, decision)
+            self._run_fallback(state, batch, decision, group)
         else:
             self._run(state, batch, self._executables[decision.key], self._path)
 
@@ -85,17 +87,17 @@ class PrefillRunner:
                 if on_ran is not None:
                     on_ran(f"{path} {key}")
 
-    def _run_fallback(self, state: DeviceState, batch: Batch, why: Fallback) -> None:
+    def _run_fallback(self, state: DeviceState, batch: Batch, why: Fallback, group: Ballot) -> None:
         if self._is_strict:
             raise FallbackError(
                 f"strict_prefill: no executable takes this batch: {why}; "
                 "widen prefill_buckets, full_prefill_max_req or prefill_max_context"
             )
-        key = self._fallback_ladder.pick(batch.num_tokens, batch.max_context)
+        key = self._fallback_ladder.pick(group.num_tokens, group.max_context)
         if key is None:
             raise CapacityError(
                 f"the eager fallback holds {self._fallback_ladder.keys[0]} (tokens x requests x "
-                f"context), the batch has {batch.num_tokens} tokens, context {batch.max_context}"
+                f"context), the batch has {group.num_tokens} tokens, context {group.max_context}"
             )
         if why.reason not in self._counters.fallbacks:
             logger.warning("prefill falls back to the eager path: %s", why)

@@ -1,0 +1,230 @@
+"""Ranks of a group: one decision for all, whatever they have and however they talk."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxprefill import SamplingParams
+from jaxprefill.assembly import Assembly
+from jaxprefill.batch import Batch, BatchRow
+from jaxprefill.errors import ConfigError
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.prefill.buckets import BucketLadder
+from jaxprefill.prefill.policy import Fallback, FallbackReason, PrefillPolicy, Use, decide
+from jaxprefill.prefill.transport import KeyValueTransport, LocalGroup
+from jaxprefill.prefill.vote import (
+    IDLE,
+    Ballot,
+    GroupVote,
+    ballot_of,
+    decide_batch,
+    decide_in_group,
+    tally,
+)
+from tests.reference import greedy
+
+POLICY = PrefillPolicy(ladder=BucketLadder((4, 16, 64), 4, (100, 700)), max_padding_factor=3.0)
+
+
+def batch_of(*lengths: tuple[int, int]) -> Batch | None:
+    """A batch by (new tokens, cached prefix) of each row; none: idle."""
+    rows = tuple(
+        BatchRow(
+            request_id=str(index),
+            slot=index,
+            token_ids=(0,) * new,
+            kv_len=new + prefix,
+            pages=(),
+        )
+        for index, (new, prefix) in enumerate(lengths)
+    )
+    is_decode = bool(rows) and all(row.q_len == 1 for row in rows)
+    return Batch(rows=rows, is_decode=is_decode) if rows else None
+
+
+def run_ranks(group: LocalGroup, functions):
+    """Each function of a transport, in a thread of its own."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        members = [group.member(rank) for rank in range(len(functions))]
+        return list(pool.map(lambda pair: pair[0](pair[1]), zip(functions, members, strict=True)))
+
+
+ROWS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 720)), max_size=6)
+
+
+@given(st.lists(ROWS, min_size=1, max_size=5), st.sampled_from([None, 1.5, 3.0]))
+@settings(deadline=None)
+def test_no_rank_can_disagree(ranks, factor):
+    policy = PrefillPolicy(ladder=POLICY.ladder, max_padding_factor=factor)
+    batches = [batch_of(*rows) for rows in ranks]
+    ballots = [ballot_of(policy, batch) for batch in batches]
+    group = tally(ballots)
+    assert group == tally(ballots[::-1]) == tally([*ballots, IDLE]), "order and idle ranks: no say"
+    assert group.is_busy == any(batch is not None for batch in batches)
+    if not group.is_busy:
+        return
+    ran = [batch or Batch(rows=(), is_decode=False) for batch in batches]
+    found = [decide_in_group(policy, batch, group) for batch in ran]
+    assert len({each.key if isinstance(each, Use) else "eager" for each in found}) == 1
+    lenient = PrefillPolicy(ladder=policy.ladder)
+    alone = [decide_batch(lenient, batch) for batch in ran]
+    if all(isinstance(each, Use) for each in alone):
+        assert len(set(found)) == 1, "an executable, or too much padding, for all of them"
+        for batch in ran if isinstance(found[0], Use) else ():
+            needs = (batch.num_tokens, len(batch.rows), batch.max_context)
+            assert all(need <= limit for need, limit in zip(needs, found[0].key, strict=True))
+        assert isinstance(found[0], Use) or factor is not None
+    else:
+        for one, own in zip(found, alone, strict=True):
+            vote = Fallback(FallbackReason.GROUP_VOTE)
+            assert one == (own if isinstance(own, Fallback) else vote)
+
+
+def test_the_longest_batch_and_the_longest_context_give_the_shape():
+    batches = [batch_of((3, 0)), batch_of((2, 300)), batch_of((1, 20), (1, 8)), None]
+    group = tally([ballot_of(POLICY, batch) for batch in batches])
+    assert group == Ballot(1, 1, 1, num_tokens=3, num_requests=2, max_context=302)
+    shared = decide(POLICY, num_tokens=3, num_requests=2, max_context=302)
+    assert all(decide_in_group(POLICY, batch, group) == shared for batch in batches if batch)
+
+
+def test_ranks_that_were_given_other_options_are_all_told():
+    def join(size):
+        policy = PrefillPolicy(ladder=BucketLadder((size,), 4, (100,)))
+
+        def run(transport):
+            with pytest.raises(ConfigError, match=r"ranks \[1\] differ from rank 0"):
+                GroupVote(transport, policy)
+            return True
+
+        return run
+
+    assert run_ranks(LocalGroup(2), [join(8), join(16)]) == [True, True]
+
+
+class Store:
+    """A key-value store as `jax.distributed` has it."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self.changed:
+            assert key not in self.values
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000)
+            return self.values[key]
+
+    def key_value_delete(self, key):
+        with self.changed:
+            del self.values[key]
+
+
+def test_a_key_value_store_carries_many_rounds_and_keeps_two_at_most():
+    store = Store()
+
+    def talk(rank):
+        transport = KeyValueTransport(store, rank=rank, size=3, name="group")
+        return [transport.gather((rank, number)) for number in range(50)]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(talk, range(3)))
+    assert found[0] == found[1] == found[2]
+    assert found[0] == [[(rank, number) for rank in range(3)] for number in range(50)]
+    assert len(store.values) == 3
+
+
+def members(engine, group):
+    """Engine cores of a group over one engine's weights and executables; nothing is compiled."""
+    plan, started = engine.plan, engine._started
+    mesh = make_mesh(1)
+    tree = model_tree(plan.model, plan.dtype, mesh)
+    assembly = Assembly(plan, tree, mesh, num_valid=plan.model.vocab_size)
+    compiled, leaves = started.programs, started.core.state.leaves
+
+    def make(transport):
+        return assembly.assemble(assembly.allocate(leaves, compiled), compiled, transport)
+
+    return run_ranks(group, [make, make])
+
+
+def test_cores_of_a_group_run_the_same_executable_in_every_step(engine, checkpoint):
+    """One rank has long prompts, the other one short prompt and then nothing."""
+    rng = np.random.default_rng(0)
+    prompts = [[rng.integers(0, 250, n).tolist() for n in lengths] for lengths in ((70, 9), (3,))]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    cores = members(engine, LocalGroup(2))
+    requests = [engine._requests(own, [params] * len(own)) for own in prompts]
+
+    def serve(rank):
+        core, tokens = cores[rank], {request.id: [] for request in requests[rank]}
+        for request in requests[rank]:
+            core.add(request)
+        for _ in range(20):  # together, whether there is work or not
+            for update in core.step():
+                tokens[update.request_id] += [one.token for one in update.tokens]
+        return list(tokens.values()), core.counters.executables
+
+    with ThreadPoolExecutor(2) as pool:
+        (first, ran), (second, also_ran) = pool.map(serve, range(2))
+    for ids, found in zip([*prompts[0], *prompts[1]], [*first, *second], strict=True):
+        assert found == greedy(checkpoint, ids, 4)
+    assert ran == also_ran and sum(ran.values()) < 20, "nothing runs when nobody has work"
+    assert any(name.startswith("full 32") for name in ran)
+    assert any(name.startswith("decode") for name in ran)
+
+
+PROCESS = """
+import json, random, sys
+import jax
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+from jaxprefill.compat import key_value_client
+from jaxprefill.prefill.transport import KeyValueTransport
+from jaxprefill.prefill.vote import GroupVote
+from tests.test_vote import POLICY, batch_of
+rank = int(sys.argv[2])
+transport = KeyValueTransport(key_value_client(), rank=rank, size=2, name="vote")
+vote, own = GroupVote(transport, POLICY), random.Random(rank)
+batches = [batch_of((own.randint(1, 40), 0)) if own.random() < 0.8 else None for _ in range(30)]
+print("FOUND", json.dumps([vote.agree(batch) for batch in batches]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_agree_through_jax_distributed():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(port), str(rank)],
+            cwd=Path(__file__).parent.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), outputs
+    found = [json.loads(printed.split("FOUND ")[-1]) for printed, _ in outputs]
+    assert found[0] == found[1] and len(found[0]) == 30
+    assert any(each is not None and each[3] > 4 for each in found[0])
