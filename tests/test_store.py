@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -102,6 +104,10 @@ def test_damage_is_found_wherever_it_is(store, ending, damage):
         (json.dumps({"format": 99, "sha256": "", "value": 1}).encode(), "another version"),
         (manifest.seal({"name": "prefill"}), "not those of this version"),
         (manifest.seal([]), "not those of this version"),
+        (manifest.dump(entry(read=("0",))), "of another type"),
+        (manifest.dump(entry(record={"compile_s": "fast"})), "of another type"),
+        (manifest.dump(entry(facts={"versions": []})), "of another type"),
+        (manifest.dump(entry(payload=replace(NOTHING_YET, num_bytes=None))), "of another type"),
         (manifest.dump(entry(payload=replace(NOTHING_YET, name="../x"))), "must lie beside it"),
     ],
 )
@@ -232,6 +238,65 @@ def test_pruning_takes_what_is_old_damaged_or_left_over(store):
     assert num_files >= 5 and num_bytes > 0 and not leftover.exists()
     store.touch(good)
     assert store.prune(unused_s=0.0)[0] == 3 and not list(store.folder.glob("executables/*"))
+
+
+def test_a_writer_that_is_killed_leaves_what_was_there_and_nothing_damaged(store):
+    """SIGKILL while it replaces entries with larger ones; what it leaves over goes later."""
+    code = (
+        "import sys, itertools; from pathlib import Path; from tests.test_store import entry\n"
+        "from jaxprefill.store.folder import Store\n"
+        "for i in itertools.count():\n"
+        "    one, body = entry(f'prefill {i % 5}x1x1'), b'%d' % i * 100_000\n"
+        "    Store(Path(sys.argv[1])).write(one, body, {'hlo': 'x' * i})\n"
+        "    print(flush=True)\n"
+    )
+    for _ in range(2):
+        command = [sys.executable, "-c", code, str(store.folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+            for _ in range(9):
+                writer.stdout.readline()
+            writer.kill()
+        assert [item.fault for item in store.verify()] == [None] * 5
+    for path in store.folder.glob("executables/*/*"):
+        os.utime(path, (1e9, 1e9)) if path.suffix != ".json" else None
+    store.prune(unused_s=1e9)
+    assert len(list(store.folder.glob("executables/*/*"))) == 3 * 5
+
+
+def test_pruning_leaves_what_another_process_just_wrote(store, monkeypatch):
+    store.write(entry(), b"code")
+    path = only_file(store, ".json")
+    path.write_text("{")
+    judged = Store.found
+
+    def found(self):
+        yield from list(judged(self))
+        self.write(entry(), b"code")  # by another process, once all was judged
+
+    monkeypatch.setattr(Store, "found", found)
+    store.prune(unused_s=1e6, is_verified=False)
+    monkeypatch.undo()
+    assert [item.fault for item in store.verify()] == [None]
+
+
+def test_pruning_deletes_nothing_behind_a_link(store, tmp_path):
+    files.make_folder(tmp_path / "else" / "where")
+    (tmp_path / "else" / "where" / "letter").write_text("dear")
+    os.utime(tmp_path / "else" / "where" / "letter", (1e9, 1e9))
+    files.make_folder(store.folder / "executables")
+    (store.folder / "executables" / "set").symlink_to(tmp_path / "else" / "where")
+    assert store.prune(unused_s=0.0) == (0, 0)
+    os.replace(store.folder / "executables", tmp_path / "moved")
+    (store.folder / "executables").symlink_to(tmp_path / "else")
+    assert store.prune(unused_s=0.0) == (0, 0)
+    assert (tmp_path / "else" / "where" / "letter").read_text() == "dear"
+
+
+def test_clocks_that_are_wrong_delete_nothing_that_is_used(store):
+    store.write(entry(), b"code")
+    for path in store.folder.glob("executables/*/*"):
+        os.utime(path, (4e9, 4e9))  # in the future
+    assert store.prune(unused_s=1e6) == (0, 0)
 
 
 def test_small_results_are_kept_by_kind_and_facts(store, caplog):

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxprefill.compat import PjrtExecutable, load_executable, no_compilation_cache
 from jaxprefill.errors import ConfigError, StoreError, listed
 from jaxprefill.prefill.compiler import (
@@ -19,7 +21,7 @@ from jaxprefill.prefill.compiler import (
     compile_job,
 )
 from jaxprefill.prefill.program import LoadedProgram, outputs_as_json, outputs_of_json
-from jaxprefill.store.files import make_folder
+from jaxprefill.store.files import check_trusted, make_folder
 from jaxprefill.store.folder import Store
 from jaxprefill.store.machine import user_store
 from jaxprefill.store.manifest import StoredExecutable, StoredFile
@@ -141,8 +143,10 @@ class Library:
         folder = self.target.autotune_folder
         try:
             make_folder(folder)
-        except OSError as error:
-            self.report(f"{folder} cannot be made: {error}")
+            if not self.target.is_trusted:
+                check_trusted(folder)  # XLA reads what is in it
+        except (OSError, StoreError) as error:
+            self.report(f"{folder} is of no use: {error}")
             return None
         return folder
 
@@ -160,6 +164,7 @@ class Library:
         payload = store.payload(entry)
         try:
             executable = load_executable(payload, tuple(job.mesh.devices.flat))
+            _check_operands(executable, entry, job)
             outputs = outputs_of_json(entry.outputs)
             program = LoadedProgram(
                 executable,
@@ -242,6 +247,18 @@ def make_store(folder: Path, *, is_trusted: bool = False) -> Store:
     except OSError as error:
         raise StoreError(f"{folder} cannot be made: {error.strerror or error}") from error
     return Store.open(folder, is_trusted=is_trusted)
+
+
+def _check_operands(executable: PjrtExecutable, entry: StoredExecutable, job: CompileJob) -> None:
+    """Raises StoreError unless the manifest picks operands as the program takes them."""
+    num_taken, num_given = (
+        len(executable.get_parameter_layouts()),
+        len(jax.tree.leaves(job.arguments)),
+    )
+    if len(entry.read) != num_taken or max(entry.read, default=-1) >= num_given:
+        raise StoreError(
+            f"it takes {num_taken} of {num_given} operands, and its manifest names {entry.read}"
+        )
 
 
 def _serialize(job: CompileJob, compiled: Compiled) -> bytes:

@@ -10,8 +10,10 @@ Knows no device. Processes may write at once: names tell contents apart, files a
 manifest comes after what it names.
 """
 
+import contextlib
 import gzip
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -66,7 +68,7 @@ class Store:
     def __init__(self, folder: Path, *, is_trusted: bool = False) -> None:
         """Touches nothing yet; `is_trusted` takes files whoever wrote them."""
         self.folder = folder
-        self._is_trusted = is_trusted
+        self.is_trusted = is_trusted
 
     @staticmethod
     def open(folder: str | Path, *, is_trusted: bool = False) -> "Store":
@@ -191,7 +193,7 @@ class Store:
         if not path.exists():
             return None
         try:
-            content = read_file(path, is_trusted=self._is_trusted, limit=MAX_MANIFEST_BYTES)
+            content = read_file(path, is_trusted=self.is_trusted, limit=MAX_MANIFEST_BYTES)
             value = unseal(content)
             if value["facts"] != facts:
                 raise StoreError("it is of other facts than its place says")
@@ -223,28 +225,37 @@ class Store:
         Returns:
             How many files, and their bytes.
         """
+        # As they are before anything is judged: what another process puts in their place stays.
+        seen = {path: path.lstat() for path in self._own_files()}
         now, kept, doomed = time.time(), set[Path](), set[Path]()
         for found in self.verify() if is_verified else self.found():
-            is_unused = now - found.manifest.stat().st_mtime > unused_s
-            (doomed if is_unused or found.fault is not None else kept).update(found.files)
-        for path in self.folder.glob(f"{_EXECUTABLES}/*/*"):
-            if path not in kept and now - path.stat().st_mtime > min(unused_s, _SCRATCH_S):
-                doomed.add(path)
-        doomed = {path for path in doomed if path.is_file()}
-        num_bytes = sum(path.stat().st_size for path in doomed)
-        for path in doomed:
-            path.unlink(missing_ok=True)
-        for folder in self.folder.glob(f"{_EXECUTABLES}/*"):
-            if not any(folder.iterdir()):
+            if found.manifest in seen:
+                is_unused = now - seen[found.manifest].st_mtime > unused_s
+                (doomed if is_unused or found.fault is not None else kept).update(found.files)
+        limit_s = min(unused_s, _SCRATCH_S)
+        doomed |= {path for path, one in seen.items() if now - one.st_mtime > limit_s}
+        gone = [
+            seen[path].st_size
+            for path in doomed - kept
+            if path in seen and _unlink_unchanged(path, seen[path])
+        ]
+        for folder in {path.parent for path in seen}:
+            with contextlib.suppress(OSError):  # another process writes there again
                 folder.rmdir()
-        return len(doomed), num_bytes
+        return len(gone), sum(gone)
+
+    def _own_files(self) -> Iterator[Path]:
+        """What lies where executables do; what a link leads to is not this store's to delete."""
+        for folder in self.folder.glob(f"{_EXECUTABLES}/*"):
+            if not any(place.is_symlink() for place in (folder, folder.parent)):
+                yield from (path for path in folder.glob("*") if path.is_file())
 
     def _read(self, path: Path) -> StoredExecutable:
-        return parse(read_file(path, is_trusted=self._is_trusted, limit=MAX_MANIFEST_BYTES))
+        return parse(read_file(path, is_trusted=self.is_trusted, limit=MAX_MANIFEST_BYTES))
 
     def _content(self, entry: StoredExecutable, file: StoredFile) -> bytes:
         path = self._manifest(entry.name, entry.facts, entry.job).parent / file.name
-        content = read_file(path, is_trusted=self._is_trusted, limit=file.num_bytes)
+        content = read_file(path, is_trusted=self.is_trusted, limit=file.num_bytes)
         if sha256(content) != file.sha256:
             raise StoreError(f"{file.name} does not have the SHA-256 that its manifest says")
         return content
@@ -261,3 +272,13 @@ class Store:
 
     def _result(self, kind: str, facts: Facts) -> Path:
         return self.folder / _RESULTS / kind / f"{digest(facts)[:32]}.json"
+
+
+def _unlink_unchanged(path: Path, seen: os.stat_result) -> bool:
+    """Deletes a file unless it is another than was seen; whether it did."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if (found.st_ino, found.st_mtime_ns) == (seen.st_ino, seen.st_mtime_ns):
+            path.unlink()
+            return True
+    return False

@@ -120,12 +120,30 @@ def parse(content: bytes) -> StoredExecutable:
         texts = {stage: StoredFile(**one) for stage, one in value.pop("texts").items()}
         payload, read = StoredFile(**value.pop("payload")), tuple(value.pop("read"))
         entry = StoredExecutable(**value, payload=payload, read=read, texts=texts)
-        names = [entry.payload.name, *(text.name for text in texts.values())]
     except (TypeError, AttributeError, KeyError) as error:
         raise StoreError(f"its fields are not those of this version: {error!r}") from error
+    if not _is_typed(entry):
+        raise StoreError("its fields are not those of this version: one is of another type")
+    names = [file.name for file in (entry.payload, *entry.texts.values())]
     if any(re.fullmatch(r"[\w.-]+", name) is None or name.startswith(".") for name in names):
         raise StoreError(f"its files must lie beside it, got {names}")
     return entry
+
+
+def _is_typed(entry: StoredExecutable) -> bool:
+    """Whether each field is what it says: JSON may hold anything."""
+    files = (entry.payload, *entry.texts.values())
+    texts: list[Any] = [entry.name, entry.label, entry.written]
+    texts += [text for file in files for text in (file.name, file.sha256)]
+    numbers: list[Any] = [*entry.read, *(file.num_bytes for file in files)]
+    mappings = (entry.facts, entry.job, entry.record, entry.facts.get("versions", {}))
+    return (
+        bool(entry.name)
+        and all(isinstance(text, str) for text in texts)
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and all(isinstance(mapping, dict) for mapping in mappings)
+        and all(isinstance(n, (int, float)) for k, n in entry.record.items() if k != "name")
+    )
 
 
 def _canonical(value: Any) -> str:
