@@ -17,6 +17,7 @@ from jaxprefill.cache.small_blocks import reserve_small_blocks
 from jaxprefill.config import ModelConfig, RopeConfig
 from jaxprefill.device_state import DeviceState
 from jaxprefill.kernels.attention import AttentionBackend
+from jaxprefill.models.quantized import SCALE
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import make_mesh, replicated
 from jaxprefill.models.tree import ModelTree, model_tree
@@ -38,6 +39,7 @@ from jaxprefill.sampling.head import HeadFunctions
 from jaxprefill.sampling.pack import NUM_WORDS, RowToSample, pack_rows
 
 Executable = PrefillExecutable | LayerwiseExecutable
+_EIGHT_BIT_SPREAD = 32.0  # of what is drawn for weights in eight bits, before their scales
 
 
 def qwen3(
@@ -141,21 +143,32 @@ def random_pool(pool: jax.ShapeDtypeStruct) -> jax.Array:
 
 def random_leaves(tree: ModelTree) -> tuple[jax.Array, ...]:
     """Normal weights scaled by fan-in, made on the device; norms are ones."""
+    depths = {path: leaf.shape[-1] for path, leaf in _named(tree)}
 
     def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
-        return (jax.random.normal(key, shape, dtype) * scale).astype(dtype)
+        kind = jnp.bfloat16 if dtype.itemsize == 1 else dtype
+        return jnp.clip(jax.random.normal(key, shape, kind) * scale, -127, 127).astype(dtype)
 
     draw_jit = jax.jit(draw, static_argnums=(1, 2, 3))
     keys = jax.random.split(jax.random.key(0), len(tree.shapes))
     leaves: list[jax.Array] = []
-    for key, path, leaf in zip(keys, tree.paths, tree.shapes, strict=True):
+    for key, (path, leaf) in zip(keys, _named(tree), strict=True):
+        if path.endswith(SCALE):
+            size = depths[path.removesuffix(SCALE)] ** -0.5 / _EIGHT_BIT_SPREAD
+            leaves.append(jnp.full(leaf.shape, size, leaf.dtype, device=leaf.sharding))
+            continue
         if "norm" in path:
             leaves.append(jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding))
             continue
         scale = 1.0 if path == "embedding" else leaf.shape[-1] ** -0.5
+        scale = _EIGHT_BIT_SPREAD if leaf.dtype.itemsize == 1 else scale
         made = draw_jit(key, leaf.shape, leaf.dtype, scale)
         leaves.append(jax.device_put(made, leaf.sharding))
     return tuple(leaves)
+
+
+def _named(tree: ModelTree) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    return list(zip(tree.paths, tree.shapes, strict=True))
 
 
 def compile_paths(rig: Rig, wanted: set[tuple[str, ShapeKey]]) -> None:

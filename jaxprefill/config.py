@@ -17,6 +17,7 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 PoolingKind = Literal["last", "mean"]
 ClassActivation = Literal["softmax", "sigmoid", "none"]
+Quantization = Literal["int8", "float8_e4m3fn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,8 @@ class ModelConfig:
         moe: experts in the place of every layer's MLP, `mlp_size` columns each.
         classifier: the head over labels; such a model has no LM head.
         has_lm_head: whether there are logits of next tokens, or hidden rows only.
+        quantization: the type of the layers' matrices where it is not that of everything else;
+            each row of outputs has a scale then.
         num_shards: devices that share the model, in the config of one's part; the sizes are then
             those of the part (`models.sharding.share_of`).
     """
@@ -135,6 +138,7 @@ class ModelConfig:
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     classifier: ClassifierConfig | None = None
     has_lm_head: bool = True
+    quantization: Quantization | None = None
     num_shards: int = 1
 
     def __post_init__(self) -> None:
@@ -216,6 +220,9 @@ class EngineConfig:
         "MODEL",
     )
     dtype: DType = option("auto", "auto: bfloat16 on GPU and on CPUs with AMX, else float32")
+    quantization: Literal["auto", "none", Quantization] = option(
+        "auto", "eight bits for the layers' weights; auto: as the model's files have them"
+    )
     context_length: int | None = option(
         None, "longest prompt plus output, in tokens (default: the model's limit)", "TOKENS"
     )
@@ -307,6 +314,8 @@ class EngineConfig:
                 "strict_prefill forbids the path that prefill_backend='eager' asks for; drop one"
             )
         check_choice("dtype", self.dtype, get_args(DType))
+        quantizations = ("auto", "none", *get_args(Quantization))
+        check_choice("quantization", self.quantization, quantizations)
 
     def _coerce(self) -> None:
         """Turns command-line text into the field's type; refuses any other type."""

@@ -142,7 +142,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     """
     is_cpu = device.platform == "cpu"
     dtype, context = _resolve_dtype(config, device), _resolve_context(config, model)
-    model, most = _served(model, context), model.context_length
+    model, most = _served(config, model, context), model.context_length
     path, why = choose_prefill_backend(config.prefill_backend, model, platform=device.platform)
     max_contexts = resolve_max_contexts(
         config.prefill_max_context,
@@ -171,7 +171,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         chunked_prefill_size=buckets[-1],
         max_running=max_running,
         cache_spec=(spec := model_class(share).cache_spec(share)),
-        num_pages=_resolve_pages(config, _num_weights(share), spec, device, dtype),
+        num_pages=_resolve_pages(config, _weight_bytes(share, dtype), spec, device, dtype),
         ladder=BucketLadder(buckets, slots, max_contexts),
         decode_slots=row_counts,
         eager_ladder=BucketLadder(
@@ -229,8 +229,11 @@ def _resolve_share(config: EngineConfig, model: ModelConfig, device: DeviceInfo)
     return share_of(model, size)
 
 
-def _served(model: ModelConfig, context: int) -> ModelConfig:
-    """The model at the context that is served: longrope chooses by it, an idle window goes."""
+def _served(config: EngineConfig, model: ModelConfig, context: int) -> ModelConfig:
+    """The model as it is served: longrope chooses by the context, an idle window goes."""
+    if config.quantization != "auto":
+        kind = None if config.quantization == "none" else config.quantization
+        model = replace(model, quantization=kind)
     window = model.sliding_window
     if window is not None and window >= context:
         model = replace(model, sliding_window=None, sliding_layers=())
@@ -274,11 +277,10 @@ def _resolve_buckets(config: EngineConfig, reach: int, *, is_cpu: bool) -> tuple
 
 
 def _resolve_pages(
-    config: EngineConfig, num_weights: int, spec: CacheSpec, device: DeviceInfo, dtype: jnp.dtype
+    config: EngineConfig, weights: int, spec: CacheSpec, device: DeviceInfo, dtype: jnp.dtype
 ) -> int:
     """Pages of the pool: as asked, 16384 tokens on CPU, or a part of each device's memory."""
     tokens = config.kv_cache_tokens or 16384
-    weights = num_weights * dtype.itemsize
     token_bytes = spec.page_bytes(config.page_size, dtype.itemsize) / config.page_size
     if config.kv_cache_tokens is None and device.platform != "cpu":
         budget = device.memory_bytes * config.memory_fraction - weights
@@ -300,10 +302,11 @@ def _resolve_pages(
     return pages
 
 
-def _num_weights(model: ModelConfig) -> int:
+def _weight_bytes(model: ModelConfig, dtype: jnp.dtype) -> int:
     heads = (2 * model.num_q_heads + 2 * model.num_kv_heads) * model.head_dim
     moe = model.moe
     mlp = 3 * model.mlp_size if moe is None else moe.num_experts * (3 * model.mlp_size + 1)
     layer = model.hidden_size * (heads + mlp)
     tables = 2 if model.has_own_head else 1
-    return layer * model.num_layers + tables * model.vocab_size * model.hidden_size
+    layer_bytes = jnp.dtype(model.quantization or dtype).itemsize * layer * model.num_layers
+    return layer_bytes + tables * model.vocab_size * model.hidden_size * dtype.itemsize

@@ -27,10 +27,11 @@ SMALL = replace(
     has_qkv_bias=True,
 )  # fmt: skip
 SWAPPED = GemmTiles(16, 32, 32, num_splits=2, is_swapped=True)
+TWO = GemmTiles(16, 16, 64, is_interleaved=True)
 
 
-def rig_of_small(monkeypatch):
-    monkeypatch.setitem(rigs.MODELS, "small", SMALL)
+def rig_of_small(monkeypatch, quantization=None):
+    monkeypatch.setitem(rigs.MODELS, "small", replace(SMALL, quantization=quantization))
     sizes = rigs.RigSizes(
         model="small", num_slots=4, max_context=128, page_size=16, pool_tokens=512, max_tokens=64,
         num_threads=1,
@@ -39,20 +40,18 @@ def rig_of_small(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "tiles"),
+    ("num_tokens", "tiles", "kind"),
     [
-        pytest.param(8, SWAPPED, id="fewer_rows_than_a_tile_split_and_swapped"),
-        pytest.param(16, None, id="as_chosen", marks=pytest.mark.slow),
-        pytest.param(
-            32,
-            GemmTiles(16, 16, 64, is_interleaved=True),
-            id="two_row_tiles_interleaved",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(16, "xla", id="xla_products", marks=pytest.mark.slow),
+        pytest.param(8, SWAPPED, None, id="fewer_rows_than_a_tile_split_and_swapped"),
+        pytest.param(8, SWAPPED, "int8", id="int8_split_and_swapped", marks=pytest.mark.slow),
+        pytest.param(16, None, None, id="as_chosen", marks=pytest.mark.slow),
+        pytest.param(32, TWO, None, id="two_row_tiles_interleaved", marks=pytest.mark.slow),
+        pytest.param(32, TWO, "float8_e4m3fn", id="fp8_interleaved", marks=pytest.mark.slow),
+        pytest.param(16, "xla", None, id="xla_products", marks=pytest.mark.slow),
+        pytest.param(16, "xla", "int8", id="int8_xla_products", marks=pytest.mark.slow),
     ],
 )
-def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles):
+def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles, kind):
     if tiles is not None:
         chosen = None if tiles == "xla" else tiles
         head = chosen and chosen._replace(block_n=SMALL.head_dim // 2)
@@ -60,10 +59,12 @@ def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles):
         monkeypatch.setattr(layers, "choose_tiles", lambda *_: narrow)
         monkeypatch.setattr(layers, "choose_gated_tiles", lambda *_: chosen)
         monkeypatch.setattr(layers, "choose_head_tiles", lambda *_: head)
-    rig, key = rig_of_small(monkeypatch), ShapeKey(num_tokens, 4, 128)
+    rig, key = rig_of_small(monkeypatch, kind), ShapeKey(num_tokens, 4, 128)
     rng = np.random.default_rng(0)
     leaves = tuple(
-        jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype) if "norm" in path else leaf
+        leaf * jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+        if "norm" in path or "scale" in path
+        else leaf
         for path, leaf in zip(rig.tree.paths, rig.state.leaves, strict=True)
     )
     pool = jnp.asarray(rng.normal(size=rig.state.pools[0].shape), jnp.float32)
@@ -82,18 +83,22 @@ def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_slots", "is_decode", "num_kernels"),
+    ("num_tokens", "num_slots", "is_decode", "num_kernels", "kind"),
     [
-        (1, 1, True, 5),
-        (32, 16, False, 5),
-        (64, 64, True, 5),
-        (128, 16, False, 3),
-        (256, 16, False, 2),
-        (2048, 16, False, 2),
+        (1, 1, True, 5, None),
+        (32, 16, False, 5, None),
+        (32, 16, False, 5, "int8"),
+        (32, 16, False, 5, "float8_e4m3fn"),
+        (64, 64, True, 5, None),
+        (128, 16, False, 3, None),
+        (256, 16, False, 2, None),
+        (2048, 16, False, 2, None),
     ],
 )
-def test_a_qwen3_8b_layer_is_five_kernels_on_cuda(num_tokens, num_slots, is_decode, num_kernels):
-    config = replace(rigs.MODELS["qwen3-8b"], num_layers=2)
+def test_a_qwen3_8b_layer_is_five_kernels_on_cuda(
+    num_tokens, num_slots, is_decode, num_kernels, kind
+):
+    config = replace(rigs.MODELS["qwen3-8b"], num_layers=2, quantization=kind)
     tree = model_tree(config, jnp.dtype("bfloat16"), make_mesh())
     key = ShapeKey(num_tokens, num_slots, 4096)
     tiles = PALLAS_TRITON.tile_shape(*key, page_size=16, is_decode=is_decode)

@@ -18,9 +18,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DIR", help="what to make, such as checkpoints/NAME")
     parser.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16"),
+        choices=("auto", "float32", "bfloat16", "int8", "float8_e4m3fn"),
         default="auto",
-        help="auto: as they are read, so that nothing is lost (quantised GGUF: float32)",
+        help="auto: as they are read, so that nothing is lost (quantised GGUF: float32); int8 and "
+        "float8_e4m3fn: the layers' matrices, each row with a scale",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a checkpoint made by this command"
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 COMMAND = Command(
     name="convert",
     summary="Write a model as a checkpoint that is read straight onto the devices.",
-    usage="SRC DIR [--dtype auto|float32|bfloat16] [--overwrite]",
+    usage="SRC DIR [--dtype DTYPE] [--overwrite]",
     epilog="""\
 The checkpoint (Orbax; no pickles) holds weights, config and tokenizer, and a manifest with sizes
 and SHA-256 of all files: one that was truncated or edited is refused. Name it wherever a model is

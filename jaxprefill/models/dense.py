@@ -17,6 +17,8 @@ from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention.api import Attend
 from jaxprefill.models.decoder import Fused, LayerInputs, Pools
 from jaxprefill.models.layers import (
+    ScaledWeight,
+    WeightByLayer,
     gated_mlp,
     linear,
     parameter,
@@ -25,25 +27,32 @@ from jaxprefill.models.layers import (
     rotate,
 )
 from jaxprefill.models.moe import MoeMlp
+from jaxprefill.models.quantized import SCALE
 from jaxprefill.models.rope import rotary_frequencies
-from jaxprefill.models.sharding import all_reduce, look_up
+from jaxprefill.models.sharding import LogicalAxes, all_reduce, look_up
 
 
 class DenseLayer(nnx.Module):
     """Attention and gated MLP, each with a pre-norm and a residual."""
+
+    qkv: nnx.Param[Array]
+    output: nnx.Param[Array]
+    gate_up: nnx.Param[Array]
+    down: nnx.Param[Array]
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         """Weights are [outputs, inputs]; qkv stacks query, key and value rows, in that order."""
         heads = config.num_q_heads + 2 * config.num_kv_heads
         width, attended = config.hidden_size, config.num_q_heads * config.head_dim
         self.config = config
-        self.qkv = parameter((heads * config.head_dim, width), dtype, ("heads", None))
-        self.output = parameter((width, attended), dtype, (None, "heads"))
+        self.dtype = dtype
+        self._add("qkv", (heads * config.head_dim, width), ("heads", None))
+        self._add("output", (width, attended), (None, "heads"))
         if config.moe is not None:
             self.moe = MoeMlp(config, config.moe, dtype)
         else:
-            self.gate_up = parameter((2 * config.mlp_size, width), dtype, ("mlp", None))
-            self.down = parameter((width, config.mlp_size), dtype, (None, "mlp"))
+            self._add("gate_up", (2 * config.mlp_size, width), ("mlp", None))
+            self._add("down", (width, config.mlp_size), (None, "mlp"))
         if config.has_qkv_bias:
             self.qkv_bias = parameter((heads * config.head_dim,), dtype, ("heads",))
         if config.has_output_bias:
@@ -53,6 +62,20 @@ class DenseLayer(nnx.Module):
             self.down_bias = parameter((width,), dtype, (None,))
         if config.has_qk_norm:
             self.qk_norms = parameter((2, config.head_dim), dtype, (None, None))
+
+    def _add(self, name: str, shape: tuple[int, int], axes: LogicalAxes) -> None:
+        """A matrix, and the scales of its outputs where it is quantised."""
+        kind = self.config.quantization
+        setattr(self, name, parameter(shape, self.dtype if kind is None else jnp.dtype(kind), axes))
+        if kind is not None:
+            setattr(self, name + SCALE, parameter(shape[:1], jnp.dtype("float32"), axes[:1]))
+
+    def weight(self, name: str) -> Float[Array, "outputs inputs"] | WeightByLayer | ScaledWeight:
+        """A matrix as `linear` takes it."""
+        values = getattr(self, name)[...]
+        if self.config.quantization is None:
+            return values
+        return ScaledWeight(values, getattr(self, name + SCALE)[...], self.dtype)
 
     def __call__(
         self,
@@ -81,9 +104,9 @@ class DenseLayer(nnx.Module):
         self, normed: Float[Array, "T E"], inputs: LayerInputs
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
         """Queries, keys and values of the new tokens; q and k are rotated."""
-        config, dtype = self.config, self.qkv[...].dtype
+        config, dtype = self.config, self.dtype
         with jax.named_scope("attention.qkv"):
-            qkv = linear(normed, self.qkv[...])
+            qkv = linear(normed, self.weight("qkv"))
             if config.has_qkv_bias:
                 qkv = qkv + self.qkv_bias[...]
         with jax.named_scope("attention.rotary"):
@@ -98,7 +121,7 @@ class DenseLayer(nnx.Module):
 
     def output_of(self, attended: Float[Array, "T HD"]) -> Float[Array, "T E"]:
         """What attention adds to the residual stream."""
-        out = all_reduce(linear(attended, self.output[...]), self.config)
+        out = all_reduce(linear(attended, self.weight("output")), self.config)
         return out + self.output_bias[...] if self.config.has_output_bias else out
 
     def mlp(self, normed: Float[Array, "T E"], inputs: LayerInputs) -> Float[Array, "T E"]:
@@ -107,13 +130,13 @@ class DenseLayer(nnx.Module):
         if config.moe is not None:
             return self.moe(normed, inputs.num_tokens)
         with jax.named_scope("mlp.gate_up"):
-            gate_up = linear(normed, self.gate_up[...])
+            gate_up = linear(normed, self.weight("gate_up"))
             if config.has_mlp_bias:
                 gate_up = gate_up + self.gate_up_bias[...]
         with jax.named_scope("mlp.activation"):
             gated = gated_mlp(gate_up, config.activation)
         with jax.named_scope("mlp.down"):
-            out = all_reduce(linear(gated, self.down[...]), config)
+            out = all_reduce(linear(gated, self.weight("down")), config)
             return out + self.down_bias[...] if config.has_mlp_bias else out
 
 

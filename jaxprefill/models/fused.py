@@ -1,9 +1,12 @@
 """Dense layers as `kernels.decoder_layer` takes them, and which of them it can take."""
 
+from jaxtyping import Array
+
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.decoder_layer import LayerSizes, LayerWeights, lacks_fused_layer
 from jaxprefill.models.decoder import DecoderLayer
 from jaxprefill.models.dense import DenseLayer
+from jaxprefill.models.quantized import SCALE
 
 
 def lacks_fusion(config: ModelConfig, *, platform: str, dtype: str) -> str | None:
@@ -37,6 +40,10 @@ def layer_weights(layer: DecoderLayer) -> LayerWeights:
     """The layer's own arrays; its config must lack nothing."""
     assert isinstance(layer, DenseLayer), "every architecture is a dense decoder"
     has_bias, has_norms = layer.config.has_qkv_bias, layer.config.has_qk_norm
+    scales: dict[str, Array] = {}
+    if layer.config.quantization is not None:
+        names = [name + SCALE for name in ("qkv", "output", "gate_up", "down")]
+        scales = {name: getattr(layer, name)[...] for name in names}
     return LayerWeights(
         qkv=layer.qkv[...],
         output=layer.output[...],
@@ -44,4 +51,5 @@ def layer_weights(layer: DecoderLayer) -> LayerWeights:
         down=layer.down[...],
         qkv_bias=layer.qkv_bias[...] if has_bias else None,
         qk_norms=layer.qk_norms[...] if has_norms else None,
+        **scales,
     )

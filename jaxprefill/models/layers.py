@@ -52,6 +52,15 @@ class WeightByLayer:
         return lax.switch(self.layer, branches)
 
 
+@dataclass(frozen=True)
+class ScaledWeight:
+    """A weight in eight bits: what is multiplied is `values` in `dtype`, then times `scales`."""
+
+    values: Shaped[Array, "outputs inputs"] | WeightByLayer
+    scales: Float32[Array, " outputs"]
+    dtype: jnp.dtype
+
+
 def weight_by_layer(arrays: Sequence[Array], layer: Int32[Array, ""]) -> WeightByLayer | Array:
     """One parameter of a loop's current layer; vectors are small and simply copied."""
     weight = WeightByLayer(tuple(arrays), layer)
@@ -59,7 +68,8 @@ def weight_by_layer(arrays: Sequence[Array], layer: Int32[Array, ""]) -> WeightB
 
 
 def linear(
-    x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"] | WeightByLayer
+    x: Float[Array, "T inputs"],
+    weight: Float[Array, "outputs inputs"] | WeightByLayer | ScaledWeight,
 ) -> Float[Array, "T outputs"]:
     """X @ weight.T in the weight's dtype, accumulated in float32.
 
@@ -68,6 +78,8 @@ def linear(
     """
     if isinstance(weight, WeightByLayer):
         return weight.apply(partial(linear, x))
+    if isinstance(weight, ScaledWeight):
+        return _scaled_linear(x, weight)
     is_narrow = len(x) >= NARROW_ROWS and prefers_narrow_results()
     multiply = partial(
         lax.dot_general,
@@ -80,6 +92,15 @@ def linear(
         # Without the barrier XLA folds the transposition into the product: the other order again.
         return lax.optimization_barrier(multiply(weight, rows)).T
     return multiply(rows, weight)
+
+
+def _scaled_linear(x: Float[Array, "T inputs"], weight: ScaledWeight) -> Float[Array, "T outputs"]:
+    def multiply(values: Shaped[Array, "outputs inputs"]) -> Float[Array, "T outputs"]:
+        return linear(x, values.astype(weight.dtype))
+
+    values = weight.values
+    out = values.apply(multiply) if isinstance(values, WeightByLayer) else multiply(values)
+    return (out * weight.scales).astype(out.dtype)
 
 
 def rms_norm(

@@ -13,8 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int32
 
 from jaxprefill.config import ModelConfig
+from jaxprefill.errors import ConfigError
 from jaxprefill.models.decoder import Decoder, DecoderLayer
 from jaxprefill.models.layers import WeightByLayer, weight_by_layer
+from jaxprefill.models.quantized import SCALE
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import LogicalAxes, named_sharding, share_of
 
@@ -85,12 +87,17 @@ def model_tree(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> ModelTree:
     """The structure of a model whose layers are shared out over `mesh`, no array made.
 
     Raises:
-        ConfigError: the model cannot be shared out evenly.
+        ConfigError: the model cannot be shared out evenly, or not be quantised.
     """
     share = share_of(config, mesh.size)
     model = nnx.eval_shape(lambda: model_class(config)(share, dtype))
     graph, state = nnx.split(model)
     flat = _flat_shapes(state)
+    if config.quantization is not None and not any(path.endswith(SCALE) for path in flat):
+        raise ConfigError(
+            f"quantization must be none for {config.architecture}, got {config.quantization}: its "
+            "layers take no weights in eight bits"
+        )
     whole = flat
     if mesh.size > 1:
         whole_model = nnx.eval_shape(lambda: model_class(config)(config, dtype))

@@ -2,13 +2,14 @@
 
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxprefill.config import Quantization
 from jaxprefill.errors import CheckpointError
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
@@ -17,7 +18,7 @@ from jaxprefill.weights.converted import is_converted, write_manifest, write_mod
 from jaxprefill.weights.load import check_names, check_shapes, read_leaves
 from jaxprefill.weights.orbax import write_leaves
 
-StoredDType = Literal["auto", "float32", "bfloat16"]
+StoredDType = Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +40,20 @@ def convert(
     Args:
         checkpoint: the model; it is held in memory once.
         folder: what to make; its parent is made too.
-        dtype: auto keeps every bit: arrays stay as they are read, float16 becomes float32.
+        dtype: auto keeps every bit: arrays stay as they are read, float16 becomes float32. int8
+            and float8_e4m3fn are those of the layers' matrices; the rest stays as with auto.
         overwrite: replace a converted checkpoint that is there.
 
     Raises:
+        ConfigError: the model cannot be quantised.
         CheckpointError: the model does not fit its architecture, or the folder cannot be written.
     """
     _check_target(folder, overwrite=overwrite)
     config = checkpoint.config
+    if dtype in get_args(Quantization):
+        config, dtype = replace(config, quantization=dtype), "auto"
+    elif dtype != "auto":
+        config = replace(config, quantization=None)
     check_names(checkpoint)
     tree = model_tree(config, jnp.dtype("float32"), make_mesh())
     check_shapes(checkpoint, tree)
@@ -55,10 +62,8 @@ def convert(
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as scratch:
             made = Path(scratch) / folder.name
             made.mkdir()
-            leaves = {
-                path: _cast(leaf, dtype) for path, leaf in read_leaves(checkpoint, tree).items()
-            }
-            stored = write_leaves(made, leaves)
+            leaves = read_leaves(checkpoint, tree).items()
+            stored = write_leaves(made, {path: _cast(leaf, dtype) for path, leaf in leaves})
             write_model(made, config, checkpoint.tokenizer)
             manifest = write_manifest(made, checkpoint.name, stored)
             if overwrite and folder.exists():

@@ -1,5 +1,6 @@
 """Checkpoint tensors -> the model's leaves on the device. Names must match exactly."""
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -8,6 +9,7 @@ from jaxtyping import Array, Shaped
 
 from jaxprefill.errors import CheckpointError, listed
 from jaxprefill.models.decoder import Fused
+from jaxprefill.models.quantized import SCALE, quantize
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import place
 from jaxprefill.models.tree import Leaves, ModelTree
@@ -29,24 +31,27 @@ def load_leaves(checkpoint: Checkpoint, tree: ModelTree) -> Leaves:
     def is_shared_by_rows(path: str) -> bool:
         return shapes[path].sharding.spec[0] is not None and tree.share.num_shards > 1
 
-    def load(path: str) -> Shaped[Array, "..."]:
+    def load(path: str) -> dict[str, Shaped[Array, "..."]]:
         shape, whole = shapes[path], _read_leaf(checkpoint, sources[path])
         if is_shared_by_rows(path):
             whole = _share_rows(whole, sources[path], shared[path], shape)
-        return place(whole.astype(shape.dtype, copy=False), shape.sharding)
+        return {
+            name: place(part.astype(shapes[name].dtype, copy=False), shapes[name].sharding)
+            for name, part in _stored(path, whole, shapes).items()
+        }
 
     whole = {path: shape for path, shape in shapes.items() if not is_shared_by_rows(path)}
     with ThreadPoolExecutor(max_workers=2) as pool:  # reading and dequantising release the GIL
         found = dict[str, Shaped[Array, "..."]]()
         if isinstance(checkpoint, LeafCheckpoint):
             found = pool.submit(checkpoint.restore, whole).result()
-        rest = [path for path in tree.paths if path not in found]
-        found |= dict(zip(rest, pool.map(load, rest), strict=True))
+        for loaded in pool.map(load, [path for path in sources if path not in found]):
+            found |= loaded
     return tuple(found[path] for path in tree.paths)
 
 
 def read_leaves(checkpoint: Checkpoint, tree: ModelTree) -> dict[str, Shaped[np.ndarray, "..."]]:
-    """Every leaf by its path, in host memory and in the type it is read in.
+    """Every leaf by its path, in host memory; quantised, or in the type it is read in.
 
     `check_shapes` must have passed, for one device.
 
@@ -54,9 +59,26 @@ def read_leaves(checkpoint: Checkpoint, tree: ModelTree) -> dict[str, Shaped[np.
         CheckpointError: a tensor cannot be read.
     """
     sources = model_class(tree.config).sources(tree.config)
+    shapes = dict(zip(tree.paths, tree.shapes, strict=True))
+
+    def read(path: str) -> dict[str, Shaped[np.ndarray, "..."]]:
+        return _stored(path, _read_leaf(checkpoint, sources[path]), shapes)
+
+    found = dict[str, Shaped[np.ndarray, "..."]]()
     with ThreadPoolExecutor(max_workers=2) as pool:
-        leaves = pool.map(lambda path: _read_leaf(checkpoint, sources[path]), tree.paths)
-        return dict(zip(tree.paths, leaves, strict=True))
+        for leaves in pool.map(read, sources):
+            found |= leaves
+    return found
+
+
+def _stored(
+    path: str, whole: Shaped[np.ndarray, "..."], shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, Shaped[np.ndarray, "..."]]:
+    """What a parameter is kept as: itself, or its values in eight bits and their scales."""
+    if path + SCALE not in shapes:
+        return {path: whole}
+    values, scales = quantize(whole, shapes[path].dtype)
+    return {path: values, path + SCALE: scales}
 
 
 def _read_leaf(checkpoint: Checkpoint, fused: Fused) -> Shaped[np.ndarray, "..."]:
@@ -114,6 +136,7 @@ def check_shapes(checkpoint: Checkpoint, tree: ModelTree) -> None:
     wrong = [
         f"{name} {list(checkpoint.shape(name))} instead of {list(wanted)}"
         for path, shape in zip(tree.paths, tree.whole_shapes, strict=True)
+        if path in sources  # scales are made of what they scale
         for name, wanted in zip(
             sources[path].sources, _part_shapes(sources[path], shape), strict=True
         )

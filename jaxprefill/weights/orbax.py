@@ -17,6 +17,7 @@ from jaxtyping import Array, Shaped
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.errors import CheckpointError
+from jaxprefill.models.quantized import SCALE, dequantize, is_quantized
 from jaxprefill.models.registry import model_class
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.weights.converted import (
@@ -52,6 +53,7 @@ class OrbaxCheckpoint:
         """All tensors; an array that the architecture lacks under its parameter path."""
         leaves = self._manifest.leaves.keys()
         known = {path for path, _ in self._places.values()}
+        known |= {path + SCALE for path in known if self._is_quantized(path)}
         held = {name for name, (path, _) in self._places.items() if path in leaves}
         return frozenset(held | (leaves - known))
 
@@ -64,7 +66,7 @@ class OrbaxCheckpoint:
         return (len(range(whole[0])[part]), *whole[1:])
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a tensor in the type it is stored in."""
+        """Returns a tensor in the type it is stored in; float32 where that is eight bits."""
         path, part = self._place(name)
         return self._leaf(path)[part]
 
@@ -72,6 +74,8 @@ class OrbaxCheckpoint:
         self, shapes: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Shaped[Array, "..."]]:
         """Arrays by parameter path, cast and placed as asked; every file is compared before.
+
+        Those that are stored in eight bits, or asked for, are left out unless it is the same type.
 
         Raises:
             CheckpointError: a file is not what was written, or cannot be read.
@@ -81,11 +85,25 @@ class OrbaxCheckpoint:
                 sharding=shape.sharding, global_shape=shape.shape, dtype=shape.dtype
             )
             for path, shape in shapes.items()
+            if self._is_held(path, shape.dtype.name)
         }
         return self._restore(wanted)
 
+    def _is_quantized(self, path: str) -> bool:
+        leaf = self._manifest.leaves.get(path)
+        return leaf is not None and is_quantized(leaf.dtype)
+
+    def _is_held(self, path: str, dtype: str) -> bool:
+        """Whether an array can be had in this type by a cast."""
+        leaf = self._manifest.leaves.get(path)
+        if leaf is None:
+            return False
+        return leaf.dtype == dtype or not (is_quantized(leaf.dtype) or is_quantized(dtype))
+
     def _read_leaf(self, path: str) -> np.ndarray:
-        return self._restore({path: ocp.RestoreArgs(restore_type=np.ndarray)})[path]
+        paths = (path, path + SCALE) if self._is_quantized(path) else (path,)
+        found = self._restore(dict.fromkeys(paths, ocp.RestoreArgs(restore_type=np.ndarray)))
+        return dequantize(*(found[one] for one in paths)) if len(paths) > 1 else found[path]
 
     def _restore(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         with self._lock:

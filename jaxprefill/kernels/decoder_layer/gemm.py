@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxprefill.kernels.attention.pallas_triton import count_arrival
 from jaxprefill.kernels.decoder_layer.api import LayerStream, LayerWeights
@@ -87,6 +87,7 @@ class _Operands(NamedTuple):
 
     x: Any  # [T, depth]
     weight: Any  # [outputs or 2 * outputs, depth]
+    scales: Any = None  # of the weight's rows, where it is in eight bits
     squares: Any = None  # [T, parts]
     bias: Any = None  # [2 * outputs]
     rotary: Any = None  # [2, T, D / 2]: cosine and sine
@@ -121,6 +122,7 @@ def project_rotated(
     operands = _Operands(
         stream.scaled,
         weights.qkv,
+        weights.qkv_scale,
         squares=stream.squares,
         bias=weights.qkv_bias,
         rotary=rotary,
@@ -132,33 +134,37 @@ def project_rotated(
 
 def project_gated(
     stream: LayerStream,
-    weight: Float[Array, "twice E"],
+    weight: Shaped[Array, "twice E"],
     *,
     tiles: GemmTiles,
     norm_eps: float,
+    scales: Float32[Array, " twice"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T half"], Int32[Array, " tiles"]]:
     """(silu(gate) * up of the normed rows, arrivals)."""
     gemm = _Gemm("gated", tiles, *_sizes(stream.scaled), len(weight) // 2, norm_eps)
-    operands = _Operands(stream.scaled, weight, squares=stream.squares)
+    operands = _Operands(stream.scaled, weight, scales, squares=stream.squares)
     (out,), arrivals = _launch(gemm, operands, stream.arrivals, interpret=interpret)
     return out, arrivals
 
 
 def project_residual(
     x: Float[Array, "T depth"],
-    weight: Float[Array, "E depth"],
+    weight: Shaped[Array, "E depth"],
     stream: LayerStream,
     norms: Float[Array, "rows E"],
     layer: Int32[Array, ""],
     *,
     norm_row: int,
     tiles: GemmTiles,
+    scales: Float32[Array, " E"] | None = None,
     interpret: bool = False,
 ) -> LayerStream:
     """The stream with the product added; row 2 * layer + `norm_row` of `norms` comes next."""
     gemm = _Gemm("residual", tiles, *_sizes(x), len(weight), norm_row=norm_row)
-    operands = _Operands(x, weight, hidden=stream.hidden, norms=norms, layer=layer.reshape(1))
+    operands = _Operands(
+        x, weight, scales, hidden=stream.hidden, norms=norms, layer=layer.reshape(1)
+    )
     results, arrivals = _launch(gemm, operands, stream.arrivals, interpret=interpret)
     hidden, scaled, squares = results
     return LayerStream(hidden, scaled, squares, arrivals)
@@ -262,7 +268,8 @@ def _products(
 
     def step(index: Int32[Array, ""], sums: Sums) -> Sums:
         at = pl.ds(split * depth + index * tiles.block_k, tiles.block_k)
-        x, weights = operands.x[rows, at], [operands.weight[column, at] for column in columns]
+        x = operands.x[rows, at]
+        weights = [operands.weight[column, at].astype(x.dtype) for column in columns]
         pairs = [(weight, x) if tiles.is_swapped else (x, weight) for weight in weights]
         return tuple(
             total + _dot(left, right) for total, (left, right) in zip(sums, pairs, strict=True)
@@ -307,6 +314,11 @@ def _finish(
         sums = tuple(total * scale for total in sums)
     if gemm.tiles.is_interleaved:
         sums = _apart(sums[0])
+    if operands.scales is not None:
+        first, apart = _first_and_apart(block, gemm)
+        own = [pl.ds(first + at * apart, gemm.tiles.block_n) for at in range(len(sums))]
+        scaled = zip(sums, own, strict=True)
+        sums = tuple(total * operands.scales[at][None] for total, at in scaled)
     match gemm.kind:
         case "rotated":
             halves = _halves(block, gemm)

@@ -122,11 +122,14 @@ def make_fused_layer(
             out, pool, arrivals = attend(heads, pool, batch, first_page, stream.arrivals)
             attended, stream = out.reshape(len(out), -1), stream._replace(arrivals=arrivals)
         with jax.named_scope("attention.output"):
-            stream = products.output(attended, weights.output, stream, norms, layer)
+            stream = products.output(
+                weights.output_scale, attended, weights.output, stream, norms, layer
+            )
         with jax.named_scope("mlp.gate_up"):
             gated, stream = products.gate_up(weights, stream)
         with jax.named_scope("mlp.down"):
-            return products.down(gated, weights.down, stream, norms, layer), pool
+            stream = products.down(weights.down_scale, gated, weights.down, stream, norms, layer)
+        return stream, pool
 
     return layer_pass
 
@@ -147,7 +150,13 @@ class _Products(NamedTuple):
     ) -> tuple[Float[Array, "T outputs"], LayerStream, bool]:
         """(the heads of each row, the stream, whether the heads are normed and rotated)."""
         if self.tiles.qkv is None:
-            out = xla.project(stream, weights.qkv, weights.qkv_bias, norm_eps=self.norm_eps)
+            out = xla.project(
+                stream,
+                weights.qkv,
+                weights.qkv_bias,
+                norm_eps=self.norm_eps,
+                scales=weights.qkv_scale,
+            )
             return out, stream, False
         out, arrivals = gemm.project_rotated(
             stream,
@@ -164,25 +173,31 @@ class _Products(NamedTuple):
         self, weights: LayerWeights, stream: LayerStream
     ) -> tuple[Float[Array, "T half"], LayerStream]:
         if self.tiles.gate_up is None:
-            return xla.project_gated(stream, weights.gate_up, norm_eps=self.norm_eps), stream
+            out = xla.project_gated(
+                stream, weights.gate_up, norm_eps=self.norm_eps, scales=weights.gate_up_scale
+            )
+            return out, stream
         out, arrivals = gemm.project_gated(
             stream,
             weights.gate_up,
             tiles=self.tiles.gate_up,
+            scales=weights.gate_up_scale,
             norm_eps=self.norm_eps,
             interpret=self.interpret,
         )
         return out, stream._replace(arrivals=arrivals)
 
-    def output(self, *operands: Any) -> LayerStream:
-        return self._residual(self.tiles.output, 1, *operands)
+    def output(self, scales: Array | None, *operands: Any) -> LayerStream:
+        return self._residual(self.tiles.output, 1, scales, *operands)
 
-    def down(self, *operands: Any) -> LayerStream:
-        return self._residual(self.tiles.down, 2, *operands)
+    def down(self, scales: Array | None, *operands: Any) -> LayerStream:
+        return self._residual(self.tiles.down, 2, scales, *operands)
 
-    def _residual(self, tiles: GemmTiles | None, norm_row: int, *operands: Any) -> LayerStream:
+    def _residual(
+        self, tiles: GemmTiles | None, norm_row: int, scales: Array | None, *operands: Any
+    ) -> LayerStream:
         if tiles is None:
-            return xla.project_residual(*operands, norm_row=norm_row)
+            return xla.project_residual(*operands, norm_row=norm_row, scales=scales)
         return gemm.project_residual(
-            *operands, norm_row=norm_row, tiles=tiles, interpret=self.interpret
+            *operands, norm_row=norm_row, tiles=tiles, scales=scales, interpret=self.interpret
         )

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxprefill.kernels.decoder_layer.api import LayerStream, norm_scale
 from jaxprefill.kernels.device import prefers_narrow_results
@@ -14,42 +14,48 @@ _NARROW_ROWS = 128
 
 def project(
     stream: LayerStream,
-    weight: Float[Array, "outputs E"],
+    weight: Shaped[Array, "outputs E"],
     bias: Float[Array, " outputs"] | None,
     *,
     norm_eps: float,
+    scales: Float32[Array, " outputs"] | None = None,
 ) -> Float[Array, "T outputs"]:
     """Normed rows times the weight.
 
     What follows could multiply by the norm's scale on its way, and save a launch: rows that
     amplify rounding then came out worse (36 layers of random weights against float32).
     """
-    out = _product(stream.scaled, weight) * norm_scale(stream, norm_eps)
+    out = _product(stream.scaled, weight, scales) * norm_scale(stream, norm_eps)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
-    return out.astype(weight.dtype)
+    return out.astype(stream.scaled.dtype)
 
 
 def project_gated(
-    stream: LayerStream, weight: Float[Array, "twice E"], *, norm_eps: float
+    stream: LayerStream,
+    weight: Shaped[Array, "twice E"],
+    *,
+    norm_eps: float,
+    scales: Float32[Array, " twice"] | None = None,
 ) -> Float[Array, "T half"]:
     """silu(gate) * up of the normed rows."""
-    out = _product(stream.scaled, weight) * norm_scale(stream, norm_eps)
+    out = _product(stream.scaled, weight, scales) * norm_scale(stream, norm_eps)
     gate, up = jnp.split(out, 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(weight.dtype)
+    return (jax.nn.silu(gate) * up).astype(stream.scaled.dtype)
 
 
 def project_residual(
     x: Float[Array, "T depth"],
-    weight: Float[Array, "E depth"],
+    weight: Shaped[Array, "E depth"],
     stream: LayerStream,
     norms: Float[Array, "rows E"],
     layer: Int32[Array, ""],
     *,
     norm_row: int,
+    scales: Float32[Array, " E"] | None = None,
 ) -> LayerStream:
     """The stream with the product added; row 2 * layer + `norm_row` of `norms` comes next."""
-    hidden = stream.hidden + _product(x, weight)
+    hidden = stream.hidden + _product(x, weight, scales)
     norm = lax.dynamic_index_in_dim(norms, 2 * layer + norm_row, keepdims=False)
     return stream._replace(
         hidden=hidden,
@@ -59,15 +65,18 @@ def project_residual(
 
 
 def _product(
-    x: Float[Array, "T depth"], weight: Float[Array, "outputs depth"]
+    x: Float[Array, "T depth"],
+    weight: Shaped[Array, "outputs depth"],
+    scales: Float32[Array, " outputs"] | None,
 ) -> Float[Array, "T outputs"]:
-    """In float32, or in the weight's dtype where that is written faster."""
+    """In float32, or in the rows' dtype where that is written faster."""
     is_narrow = len(x) >= _NARROW_ROWS and prefers_narrow_results()
     contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(
+    product = lax.dot_general(
         x,
-        weight,
+        weight.astype(x.dtype),
         contract,
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=weight.dtype if is_narrow else jnp.float32,
+        preferred_element_type=x.dtype if is_narrow else jnp.float32,
     )
+    return product if scales is None else product * scales
