@@ -45,7 +45,7 @@ LAYERS = [
     ["startup"],
     ["precompile"],
     ["engine"],
-    ["remote", "offline.lm_eval"],
+    ["remote", "offline.lm_eval", "offline.ray_data"],
     ["cli"],
     ["__main__"],
 ]

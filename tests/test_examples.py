@@ -1,7 +1,9 @@
 """The examples in the docstring of `jaxprefill.offline` run as they stand, over the tiny engine."""
 
 import inspect
+import math
 import re
+import sys
 import textwrap
 
 import numpy as np
@@ -55,8 +57,8 @@ def outcome(engine, monkeypatch, tmp_path):
     return run
 
 
-def test_there_are_four():
-    assert len(BLOCKS) == 4
+def test_there_are_five():
+    assert len(BLOCKS) == 5
 
 
 def test_a_guard_model_is_asked(outcome):
@@ -88,3 +90,33 @@ def test_embeddings_are_saved(outcome, engine):
     outcome(3)
     found = np.load("vectors.npy")
     assert np.allclose(found, engine.embed(["A text.", "Another."]), atol=1e-5)
+
+
+class FakeRay:
+    """Ray's rows, as one batch in this process."""
+
+    def __init__(self):
+        self.data, self.read, self.written = self, [], []
+        self.ActorPoolStrategy = dict
+
+    def read_parquet(self, path):
+        self.batch = {"text": np.array(["hello", "abc"], object)}
+        return self
+
+    def map_batches(self, predictor, *, fn_constructor_kwargs, compute, batch_size):
+        assert (compute, batch_size) == ({"size": 2}, 512)
+        self.batch = predictor(**fn_constructor_kwargs)(self.batch)
+        return self
+
+    def write_parquet(self, path):
+        self.written.append(path)
+
+
+def test_ray_data_gets_perplexities(outcome, engine, monkeypatch):
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr("jaxprefill.offline.ray_data.Engine", TinyEngine(engine))
+    outcome(4)
+    assert fake.written == ["out"]
+    wanted = [math.exp(-np.mean(row[1:])) for row in engine.logprobs(["hello", "abc"])]
+    np.testing.assert_allclose(fake.batch["perplexity"], wanted, rtol=1e-5)

@@ -35,4 +35,31 @@ Embeddings for NumPy:
     from jaxprefill import Engine
     with Engine(model="demo") as engine:
         np.save("vectors.npy", engine.embed(["A text.", "Another."]))
+
+Ray Data (extra `ray`), two actors with an engine each (`num_gpus=1`: a GPU each):
+
+    import ray
+    from jaxprefill.offline import RayPredictor
+    rows = ray.data.read_parquet("in.parquet")
+    rows = rows.map_batches(
+        RayPredictor,
+        fn_constructor_kwargs={"model": "demo", "task": "perplexity"},
+        compute=ray.data.ActorPoolStrategy(size=2),
+        batch_size=512,
+    )
+    rows.write_parquet("out")
 """
+
+from importlib import import_module
+
+_HOMES = {"RayPredictor": "jaxprefill.offline.ray_data"}
+
+
+def __dir__() -> list[str]:
+    return [*_HOMES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxprefill.offline' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,93 @@
+"""The server under Ray Serve: as many replicas as requests need, each with an engine of its own.
+
+    serve.run(deployment("demo", max_replicas=4))
+
+Routes and answers are those of `jaxprefill serve`. Needs the extra `ray`.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from starlette.applications import Starlette
+
+from jaxprefill.config import EngineConfig, make_config
+from jaxprefill.errors import EngineUnavailable
+from jaxprefill.remote.client import EngineProcess
+from jaxprefill.server.app import create_app
+from jaxprefill.server.settings import ServerSettings
+
+_SERVE: Any = import_module("ray.serve")  # of the extra ray
+_POLL_S = 0.05
+
+
+class Replica:
+    """One engine in a process of its own, and the server's routes over it."""
+
+    async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
+        """Waits until the engine is ready: before, Serve sends nothing here.
+
+        Raises:
+            JaxPrefillError: it cannot be started.
+        """
+        self._settings = settings
+        self._engine = EngineProcess(config)
+        self._running = asyncio.create_task(self._engine.run())
+        while not self._engine.is_ready:
+            if self._running.done():
+                self._running.result()
+            await asyncio.sleep(_POLL_S)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return create_app(self._engine, self._settings)
+
+    def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica whose engine is gone for good.
+
+        Raises:
+            EngineUnavailable: it is.
+        """
+        if self._running.done():
+            raise EngineUnavailable("the engine has stopped; the replica must be replaced")
+
+    async def __del__(self) -> None:
+        await self._engine.stop()
+
+
+def deployment(
+    model: str = "demo",
+    *,
+    min_replicas: int = 1,
+    max_replicas: int = 1,
+    num_gpus: float = 0,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """An application for `serve.run`: replicas come and go with the requests under way.
+
+    Args:
+        model: see `EngineConfig.model`.
+        min_replicas: that always run.
+        max_replicas: that run while requests wait.
+        num_gpus: of each replica; `tensor_parallel_size` of them for one that is shared out.
+        settings: fields of `ServerSettings`; host and port are Serve's.
+        options: fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+    """
+    config = make_config(model=model, **options)
+    running = config.max_running_requests or (64 if num_gpus else 16)
+    made = _SERVE.deployment(_SERVE.ingress()(Replica)).options(
+        name="jaxprefill",
+        # Twice what runs at once: a step's batch is full while another is being answered.
+        max_ongoing_requests=4 * running,
+        autoscaling_config={
+            "min_replicas": min_replicas,
+            "max_replicas": max_replicas,
+            "target_ongoing_requests": 2 * running,
+        },
+        ray_actor_options={"num_gpus": num_gpus},
+    )
+    return made.bind(config, ServerSettings(**dict(settings or {})))
