@@ -8,9 +8,12 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from backports import zstd
 
+from jaxprefill import SamplingParams
+from jaxprefill.cli.flags import flag_name
 from jaxprefill.cli.main import main
 from jaxprefill.errors import ConfigError, EngineUnavailable, JaxPrefillError
 from jaxprefill.offline import batch as batch_module
@@ -20,8 +23,10 @@ from jaxprefill.offline.output import LineOutput
 from jaxprefill.offline.seen import SeenNames
 from jaxprefill.offline.session import OfflineSession
 from jaxprefill.offline.window import Window
+from jaxprefill.weights.convert import convert
 from tests.fake_engine import FakeEngine
 from tests.http import Http
+from tests.tiny import SMALL, TinyCheckpoint
 
 COMPLETION = {"prompt": "Hi", "temperature": 0, "max_tokens": 3}
 BODIES = [
@@ -479,3 +484,34 @@ def test_a_dash_is_a_standard_stream(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert [json.loads(line)["custom_id"] for line in io.BytesIO(ran.stdout)] == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_the_command_answers_with_a_real_engine_over_a_converted_checkpoint(
+    files, tmp_path, engine, capsys
+):
+    source, output = files
+    convert(TinyCheckpoint(), tmp_path / "tiny")
+    greedy = {"temperature": 0, "max_tokens": 5, "ignore_eos": True, "logprobs": 1}
+    prompts = [[5, 200, 31, 7], list(range(40, 90)), [257, 1, 2]]
+    requests = [request(f"c{i}", body={"prompt": ids} | greedy) for i, ids in enumerate(prompts)]
+    requests += [request("long", body={"prompt": [1] * 500})]
+    requests += [request("e", "/v1/embeddings", {"input": prompts[0]})]
+    source.write_bytes(jsonl(requests))
+    options = SMALL | {"prefill_buckets": "8,32", "prefill_backend": "eager"}
+    del options["seed"]
+    flags = [text for name, value in options.items() for text in (flag_name(name), str(value))]
+    model = ["--model", str(tmp_path / "tiny"), "--served-model-name", "tiny"]
+    assert main(["batch", "-i", str(source), "-o", str(output), *model, *flags]) == 3
+    found = answers(output)
+    assert [one["custom_id"] for one in found] == ["c0", "c1", "c2", "long", "e"]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
+    for one, wanted in zip(found, engine.generate(prompts, params), strict=False):
+        (choice,) = one["response"]["body"]["choices"]
+        assert choice["text"] == wanted.text
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], wanted.logprobs, atol=1e-4)
+    assert found[3]["response"]["status_code"] == 400 and found[3]["error"]
+    (data,) = found[4]["response"]["body"]["data"]
+    np.testing.assert_allclose(data["embedding"], engine.embed([prompts[0]])[0], atol=1e-4)
+    told = capsys.readouterr().err
+    assert "5 lines, 1 failed" in told and "padding" in told
