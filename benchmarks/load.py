@@ -63,7 +63,7 @@ class Connections:
         return sample
 
     async def _exchange(self, query: Query, due: float, sample: Sample) -> None:
-        reader, writer = self._idle.pop() if self._idle else await self._open()
+        reader, writer = await self._connection()
         is_done = False
         try:
             payload = json.dumps(query.body).encode() if query.body else b""
@@ -91,7 +91,13 @@ class Connections:
             else:
                 writer.close()
 
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """One that is idle and that the server has not closed for that, or a new one."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof() and not writer.is_closing():
+                return reader, writer
+            writer.close()
         return await asyncio.open_connection(*self._address, limit=2**20)
 
     def close(self) -> None:

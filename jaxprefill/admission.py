@@ -82,10 +82,13 @@ class Admission:
         check_params(params, self.vocab_size)
         ends = () if params.ignore_eos else self.tokenizer.eos_ids
         eos = frozenset(token for token in ends if token < self.vocab_size)
-        seed = (
-            int(self.rng.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
-        )
-        of_output = replace(wants, prompt_logprobs=False, prompt_top=0, label_ids=())
+        seed = params.seed
+        if seed is None:  # what is only read needs none
+            seed = int(self.rng.integers(2**64, dtype=np.uint64)) if params.max_tokens else 0
+        each_wants = [wants]
+        if params.n > 1:
+            of_output = replace(wants, prompt_logprobs=False, prompt_top=0, label_ids=())
+            each_wants += [of_output] * (params.n - 1)
         return [
             Request(
                 id=f"{prompt_id}-{index}",
@@ -103,7 +106,7 @@ class Admission:
                 grammar=each.grammar,
                 index=index,
             )
-            for index, each in enumerate([wants] + [of_output] * (params.n - 1))
+            for index, each in enumerate(each_wants)
         ]
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -49,8 +49,9 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            object.__setattr__(self, item.name, _plain_number(getattr(self, item.name)))
+        for name, value in tuple(vars(self).items()):
+            if isinstance(value, (np.integer, np.floating)):
+                object.__setattr__(self, name, value.item())
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         stop_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
@@ -181,8 +182,10 @@ class Completion:
 
 
 def _as_tuple(param: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
-        raise _wrong(param, "a list", value)
+    if type(value) not in (list, tuple):  # as nearly always
+        is_text = isinstance(value, (str, bytes, bytearray, Mapping))
+        if is_text or not isinstance(value, Iterable):
+            raise _wrong(param, "a list", value)
     return tuple(_plain_number(item) for item in value)
 
 
@@ -197,21 +200,19 @@ def _wrong(param: str, rule: str, value: Any) -> RequestError:
 
 
 def _check_int(param: str, value: Any, low: int, high: int | None) -> None:
-    rule = f"an integer, {low} to {_MAX_INTEGER if high is None else high}"
-    is_within = isinstance(value, int) and low <= value <= (_MAX_INTEGER if high is None else high)
-    if isinstance(value, bool) or not is_within:
-        raise _wrong(param, rule, value)
+    most = _MAX_INTEGER if high is None else high
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+        raise _wrong(param, f"an integer, {low} to {most}", value)
 
 
 def _check_float(
     param: str, value: Any, low: float, high: float, *, is_low_open: bool = False
 ) -> None:
-    rule = f"a number above {low} and up to {high}" if is_low_open else f"a number, {low} to {high}"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # NaN is within no range
-        raise _wrong(param, rule, value)
-    if is_low_open and value == low:
-        raise _wrong(param, rule, value)
+    is_within = is_number and low <= value <= high  # NaN is within no range
+    if not is_within or (is_low_open and value == low):
+        limits = f"above {low} and up to {high}" if is_low_open else f"{low} to {high}"
+        raise _wrong(param, f"a number{' ' if is_low_open else ', '}{limits}", value)
 
 
 def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
