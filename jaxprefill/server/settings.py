@@ -35,7 +35,9 @@ class ServerSettings:
     request_timeout: float = option(
         600.0, "seconds after which a request is given up; 0: never", "SECONDS"
     )
-    max_body_bytes: int = option(32 * 2**20, "largest request body; beyond that 413", "BYTES")
+    max_body_bytes: int = option(
+        32 * 2**20, "largest request body, of at most a million values; beyond that 413", "BYTES"
+    )
     drain_timeout: float = option(
         30.0, "seconds that running requests have after SIGTERM", "SECONDS"
     )
