@@ -72,7 +72,8 @@ def temp_bytes(variant: TopKVariant, tokens: int, context: int, max_context: int
     normed = jax.ShapeDtypeStruct((tokens, config.hidden_size), np.float32)
     arguments = (state, pools, normed, input_shapes(tokens, max_context))
     lowered = jax.jit(attend, donate_argnums=1).lower(*arguments)
-    options = CPU_OPTIONS if jax.default_backend() == "cpu" else None
+    quick = {"xla_backend_optimization_level": 0}  # of machine code: buffers are as they are
+    options = CPU_OPTIONS | quick if jax.default_backend() == "cpu" else None
     return lowered.compile(options).memory_analysis().temp_size_in_bytes
 
 

@@ -7,7 +7,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxprefill.cache.spec import CacheSpec
 from jaxprefill.config import EngineConfig, ModelConfig
@@ -281,6 +283,7 @@ def _resolve_pages(
 ) -> int:
     """Pages of the pool: as asked, 16384 tokens on CPU, or a part of each device's memory."""
     tokens = config.kv_cache_tokens or 16384
+    _check_page_size(config, spec)
     token_bytes = spec.page_bytes(config.page_size, dtype.itemsize) / config.page_size
     if config.kv_cache_tokens is None and device.platform != "cpu":
         budget = device.memory_bytes * config.memory_fraction - weights
@@ -302,7 +305,21 @@ def _resolve_pages(
     return pages
 
 
+def _check_page_size(config: EngineConfig, spec: CacheSpec) -> None:
+    """An entry that overlaps the window before needs whole windows in a page."""
+    rates = (pool.rate for pool in spec.pools if pool.is_exact and pool.name != "heavy_state")
+    least = max(rates, default=1)
+    if config.page_size < least:
+        raise ConfigError(
+            f"page_size must be at least the {least} tokens of a compressed entry, got "
+            f"{config.page_size}; raise it"
+        )
+
+
 def _weight_bytes(model: ModelConfig, dtype: jnp.dtype) -> int:
+    if model.latent is not None:  # no formula: as its modules say
+        shapes = nnx.eval_shape(lambda: model_class(model)(model, dtype))
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(shapes))) * dtype.itemsize
     heads = (2 * model.num_q_heads + 2 * model.num_kv_heads) * model.head_dim
     moe = model.moe
     mlp = 3 * model.mlp_size if moe is None else moe.num_experts * (3 * model.mlp_size + 1)

@@ -15,7 +15,7 @@ from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.models.deepseek_v4.decoder import DeepseekV4
 from jaxprefill.models.deepseek_v4.hf import read_deepseek
-from jaxprefill.models.deepseek_v4.reference import reference_hidden
+from jaxprefill.models.deepseek_v4.reference import reference_pass
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.prefill.buckets import ShapeKey
@@ -74,8 +74,13 @@ def worst(hidden, length):
 def test_the_reference_equals_transformers(length):
     tree, leaves = tree_and_leaves()
     ids = jnp.array(fixture()[f"ids:{length}"], jnp.int32)
-    hidden = jax.jit(lambda leaves, ids: reference_hidden(tree.bind(leaves), ids))(leaves, ids)
+    run = jax.jit(lambda leaves, ids: reference_pass(tree.bind(leaves), ids))
+    hidden, chosen = run(leaves, ids)
     assert worst(hidden, length) <= TOLERANCE
+    wanted = fixture()[f"chosen:{length}"]  # with 16 heads no scores tie at 0
+    for layer, seen in enumerate(chosen):
+        for token, row in enumerate(np.array(seen)):
+            assert set(np.flatnonzero(row)) == set(wanted[layer, token]) - {-1}
 
 
 PAGE, TOKENS, SLOTS, CONTEXT = 16, 136, 3, 640

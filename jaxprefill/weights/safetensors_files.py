@@ -17,6 +17,7 @@ from jaxprefill.weights.json_file import read_object
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _READABLE = ("F32", "F16", "BF16")
+_TABLE, _WHOLE_NUMBERS = ".tid2eid", ("I32", "I64")  # experts of each token id
 _SOME = 8  # names that a message lists
 
 
@@ -78,6 +79,8 @@ class SafetensorsFiles:
     def require_readable(self, name: str) -> None:
         """Raises CheckpointError unless the tensor's type is one that is computed with."""
         dtype = self.tensors[name].dtype
+        if name.endswith(_TABLE) and dtype in _WHOLE_NUMBERS:
+            return
         if dtype not in _READABLE:
             raise CheckpointError(
                 f"{self.folder}: tensor {name!r} has type {dtype}, which is not supported; use "

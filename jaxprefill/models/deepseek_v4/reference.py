@@ -13,15 +13,19 @@ from jaxprefill.models.deepseek_v4.modules import Compressor, index_scores, late
 from jaxprefill.models.layers import linear, rms_norm
 
 
-def reference_hidden(model: DeepseekV4, ids: Int32[Array, " T"]) -> Float[Array, "T E"]:
-    """Rows behind the final norm."""
+def reference_pass(
+    model: DeepseekV4, ids: Int32[Array, " T"]
+) -> tuple[Float[Array, "T E"], list[Bool[Array, "T S"]]]:
+    """(rows behind the final norm, which entries each query of each sparse layer attends to)."""
     positions = jnp.arange(len(ids), dtype=jnp.int32)
     tables = model.rotary(positions)
-    streams = model.embed(ids)
+    streams, chosen = model.embed(ids), list[Array]()
     for index, layer in enumerate(model.layers):
         norms = model.norms[...][2 * index : 2 * index + 2]
-        streams = _layer(layer, streams, norms, tables, ids)
-    return model.final_norm(streams)
+        streams, seen = _layer(layer, streams, norms, tables, ids)
+        if layer.kind == "sparse":
+            chosen.append(seen)
+    return model.final_norm(streams), chosen
 
 
 def _layer(
@@ -30,25 +34,28 @@ def _layer(
     norms: Float[Array, "2 E"],
     tables: Float[Array, "4 T half"],
     ids: Int32[Array, " T"],
-) -> Float[Array, "T nE"]:
+) -> tuple[Float[Array, "T nE"], Bool[Array, "T S"]]:
     eps, count = layer.config.norm_eps, jnp.int32(len(ids))
     streams = rows.reshape(len(rows), latent_of(layer.config).num_streams, -1)
     mixing = layer.attention_mixing(streams)
     normed = rms_norm(mixing.block_input, norms[0], eps)
-    streams = mixing.expand(streams, _attention(layer, normed, tables))
+    attended, seen = _attention(layer, normed, tables)
+    streams = mixing.expand(streams, attended)
     mixing = layer.mlp_mixing(streams)
     normed = rms_norm(mixing.block_input, norms[1], eps)
-    return mixing.expand(streams, layer.moe(normed, ids, count)).reshape(rows.shape)
+    return mixing.expand(streams, layer.moe(normed, ids, count)).reshape(rows.shape), seen
 
 
 def _attention(
     layer: DeepseekV4Layer, normed: Float[Array, "T E"], tables: Float[Array, "4 T half"]
-) -> Float[Array, "T E"]:
+) -> tuple[Float[Array, "T E"], Bool[Array, "T S"]]:
+    """(what attention adds, the entries that were seen)."""
     attention, position = layer.attention, jnp.arange(len(normed))
     table = layer.table_of(tables)
     latent, keys = attention.latents(normed, table)
     distance = position[:, None] - position
     is_seen = (distance >= 0) & (distance < (layer.config.sliding_window or len(normed)))
+    chosen = jnp.zeros((len(normed), 0), bool)
     if layer.kind != "sliding":
         entries = entries_of(attention.compressor, normed, table)
         keys = jnp.concatenate([keys, entries])
@@ -61,7 +68,7 @@ def _attention(
     sinks = jnp.broadcast_to(attention.sinks[...][:, None], (*logits.shape[:2], 1))
     weights = jax.nn.softmax(jnp.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1]
     attended = jnp.einsum("ths,sd->thd", weights, keys, precision=exact)
-    return linear(attention.grouped(attended, table), attention.output[...])
+    return linear(attention.grouped(attended, table), attention.output[...]), chosen
 
 
 def visible_entries(
