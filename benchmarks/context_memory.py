@@ -1,7 +1,7 @@
 """Temporary memory of one compressed-sparse layer's attention, by context and kind of top-k.
 
     python -m benchmarks.context_memory --tokens 8192 --context 1M --max-context 256K --json
-    python -m benchmarks.context_memory [--plot OUT.png]        a table of tokens x context
+    python -m benchmarks.context_memory     a table, tokens x context, and a plot (extra `bench`)
 
 DeepSeek-V4-Flash's shapes in float32, compiled and not run: the numbers are the compiler's own.
 *materialised* keeps the indexer's logits of all tokens and entries (4 bytes x tokens x context / 4,
@@ -11,8 +11,9 @@ same layer at a context of 4096.
 
 import argparse
 import json
-import sys
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -34,6 +35,10 @@ from jaxprefill.moe_config import MoeConfig
 from jaxprefill.prefill.compiler import CPU_OPTIONS
 
 VARIANTS: tuple[TopKVariant, ...] = ("materialised", "streaming")
+LINE = (
+    "{variant:13} {tokens:6} tokens, max context {max_context:8}: {temp_bytes:11} bytes, "
+    "of context {context_temp_bytes:11}"
+)
 PAGE, SLOTS, TILE = 128, 1, 64
 SMALL_CONTEXT = 4096
 
@@ -106,55 +111,49 @@ def row(variant: TopKVariant, tokens: int, context: int, max_context: int) -> di
     }
 
 
-def draw(rows: list[dict], path: Path) -> None:
+def draw(rows: list[dict], out: Path) -> None:
     """Context-dependent memory over max context, one line for each variant and token count."""
-    import matplotlib.pyplot as plt  # extra `bench`
+    # The plot alone needs matplotlib, which the extra `bench` installs.
+    from matplotlib.figure import Figure
 
-    lines = sorted({(one["variant"], one["tokens"]) for one in rows})
-    for variant, tokens in lines:
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    for variant, tokens in sorted({(one["variant"], one["tokens"]) for one in rows}):
         own = [one for one in rows if (one["variant"], one["tokens"]) == (variant, tokens)]
-        contexts = [one["max_context"] for one in own]
-        plt.plot(
-            contexts,
-            [max(one["context_temp_bytes"], 1 << 20) / 2**30 for one in own],
-            label=f"{variant}, {tokens} tokens",
-            marker="o",
-            linestyle="-" if variant == "streaming" else "--",
-        )
-    plt.xscale("log", base=2)
-    plt.yscale("log", base=2)
-    plt.xlabel("max context, tokens")
-    plt.ylabel("context-dependent temporaries, GiB")
-    plt.legend()
-    plt.savefig(path, dpi=120)
+        gib = [one["temp_bytes"] / 2**30 for one in own]
+        style = "-" if variant == "streaming" else "--"
+        label = f"{variant}, {tokens} tokens"
+        axes.plot([one["max_context"] for one in own], gib, style, marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("max context, tokens")
+    axes.set_ylabel("temporaries of one sparse layer, GiB")
+    axes.legend()
+    figure.savefig(out, dpi=110, bbox_inches="tight")
 
 
 def main() -> None:
-    """Prints JSON or a table."""
+    """Prints JSON, or a table beside a plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name in ("--tokens", "--context", "--max-context"):
-        parser.add_argument(name, type=lambda text, name=name: parse_count(name, text))
+        parser.add_argument(name, type=partial(parse_count, name))
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=Path, default=Path("benchmarks/results/context_memory.png"))
     args = parser.parse_args()
     context = args.context or 1 << 20
     tokens = [args.tokens] if args.tokens else [2048, 8192]
-    asked = [1 << 16, 1 << 18, context] if args.max_context is None else [args.max_context, context]
-    limits = sorted({min(one, context) for one in asked})
+    bounds = [args.max_context] if args.max_context else [1 << 16, 1 << 18]
     rows = []
-    for variant in VARIANTS:
-        for count in tokens:
-            for limit in reversed(limits):
-                rows.append(row(variant, count, context, limit))
-                if not args.json:
-                    print("{variant:13} {tokens:6} tokens, max context {max_context:8}: "
-                          "{temp_bytes:12} bytes, of context {context_temp_bytes:12}"
-                          .format(**rows[-1]), flush=True)  # fmt: skip
+    for variant, count, bound in product(VARIANTS, tokens, (context, *reversed(bounds))):
+        rows.append(row(variant, count, context, bound))
+        if not args.json:
+            print(LINE.format(**rows[-1]), flush=True)
     if args.json:
-        json.dump({"rows": rows}, sys.stdout)
-        print()
-    if args.plot:
+        print(json.dumps({"rows": rows}))
+    elif find_spec("matplotlib"):
         draw(rows, args.plot)
+    else:
+        print("no plot: it needs the extra `bench`")
 
 
 if __name__ == "__main__":

@@ -9,21 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.cache.kv_cache import pool_shapes
+from jaxprefill.config import EngineConfig
+from jaxprefill.errors import CheckpointError, ConfigError
 from jaxprefill.kernels.attention.xla import XLA
+from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.deepseek_v4.decoder import DeepseekV4
 from jaxprefill.models.deepseek_v4.hf import read_deepseek
 from jaxprefill.models.deepseek_v4.reference import reference_pass
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
+from jaxprefill.plan import make_plan
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import CPU_OPTIONS
 from jaxprefill.prefill.forward import Body
 from jaxprefill.prefill.padding import BufferLayout, pad
 from jaxprefill.request import SamplingParams
-from jaxprefill.weights.load import load_leaves
+from jaxprefill.weights.huggingface import HuggingFaceCheckpoint
+from jaxprefill.weights.load import check_names, load_leaves
+from tests.folders import write_json
 from tests.tiny import TensorsCheckpoint, tiny_engine
 
 PATH = Path(__file__).parent / "data" / "oracle" / "deepseek_v4.npz"
@@ -38,10 +45,13 @@ def fixture():
         return {key: held[key] for key in held.files}
 
 
+def fixture_config():
+    return json.loads(fixture()["config"].tobytes())
+
+
 @cache
 def checkpoint():
-    held = fixture()
-    config = read_deepseek(json.loads(held["config"].tobytes()))
+    held, config = fixture(), read_deepseek(fixture_config())
     tensors = {
         key[2:]: held[key].astype(np.int32 if key.endswith("tid2eid") else np.float32)
         for key in held
@@ -221,3 +231,50 @@ def test_an_engine_scores_and_decodes_as_transformers_does():
         for ids, one in zip(prompts[:2], first, strict=True):
             scored = engine.logprobs([ids + one.token_ids])[0]
             np.testing.assert_allclose(one.logprobs, scored[len(ids) :], atol=TOLERANCE)
+
+
+def test_config_json_without_lists_means_the_published_models():
+    pro = read_deepseek({"architectures": ["DeepseekV4ForCausalLM"], "num_hidden_layers": 6})
+    kinds = ("heavy", "heavy", "heavy", "sparse", "heavy", "sparse")
+    assert pro.latent.layer_kinds == kinds
+    assert pro.latent.hash_layers == (True,) * 3 + (False,) * 3
+    ratios = {"compress_ratios": [0, 0, 4, 128, 4, 128, 0], "num_hash_layers": 1}
+    unlisted = {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 6}
+    flash = read_deepseek(fixture_config() | ratios | unlisted)
+    assert flash.latent.layer_kinds == ("sliding", "sliding", "sparse", "heavy", "sparse", "heavy")
+    assert flash.latent.hash_layers == (True,) + (False,) * 5
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"scoring_func": "softmax"}, "scoring_func must be 'sqrtsoftplus'"),
+        ({"layer_types": ["full_attention"] * 4}, "kinds sliding_attention.*'full_attention'"),
+        ({"layer_types": ["sliding_attention"]}, "must name all 4 layers, got 1"),
+        ({"mlp_layer_types": ["dense"] * 4}, "must be of hash_moe, moe, got 'dense'"),
+        ({"compress_rates": {"compressed_sparse_attention": 3}}, "a power of two, got 3"),
+        ({"num_experts_per_tok": 7}, "num_chosen must be 1 to the 6 experts"),
+    ],
+)
+def test_what_is_not_supported_is_named(change, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_deepseek(fixture_config() | change)
+
+
+def test_the_plan_asks_for_one_device_and_pages_of_whole_windows():
+    sizes = dict(kind="cpu", memory_bytes=2**34, has_bf16_matmul=False, num_devices=2)
+    device = DeviceInfo(platform="cpu", **sizes)
+    with pytest.raises(ConfigError, match="page_size must be at least the 4 tokens"):
+        make_plan(EngineConfig(page_size=2), checkpoint().config, device)
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1 for DeepseekV4"):
+        make_plan(EngineConfig(tensor_parallel_size=2), checkpoint().config, device)
+
+
+def test_a_folder_holds_experts_of_token_ids_as_whole_numbers(tmp_path):
+    write_json(tmp_path / "config.json", fixture_config())
+    table = "model.layers.0.mlp.gate.tid2eid"
+    tensors = checkpoint().tensors | {table: checkpoint().tensors[table].astype(np.int64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = HuggingFaceCheckpoint(tmp_path)
+    check_names(found)
+    np.testing.assert_array_equal(found.read(table), tensors[table])
