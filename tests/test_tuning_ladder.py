@@ -155,7 +155,21 @@ def test_steps_that_the_scheduler_cuts_are_counted_as_it_cuts_them():
     cut = expect(LINEAR, {20: 1}, (4, 16, 64), split_above=1.5)
     assert (whole.ms_per_request, cut.ms_per_request) == (0.064, 0.020)
     cheap = propose(LINEAR, {20: 1}, Goal(budget=0, split_above=1.5), candidates=(4, 16, 64))
-    assert len(cheap.chosen.buckets) == 1  # whole steps gain nothing from a smaller bucket
+    assert cheap.chosen.buckets == (4, 64)  # though a whole step gains nothing from 4
+
+
+def test_where_steps_are_cut_no_size_is_worse_than_the_doubling_ladder():
+    """Without cuts buckets close to each other are best; cut prompts fill those far apart."""
+    buckets = (16, 32, 64, 96, 128, 192, 256)
+    curve = curve_of({bucket: 1000 * bucket + 9000 for bucket in buckets})
+    lengths = {length: 1 + length % 7 for length in range(3, 1000)}
+    goal = Goal(budget=0, split_above=1.5)
+    found = propose(curve, lengths, goal, candidates=buckets)
+    doubling = expect(curve, lengths, (16, 32, 64, 128, 256), split_above=1.5)
+    best = min(one.waste for one in found.by_size if len(one.buckets) <= 5)
+    assert best <= doubling.waste
+    wastes = [one.waste for one in found.by_size]
+    assert wastes == sorted(wastes, reverse=True)
 
 
 @pytest.mark.parametrize("lengths", [{}, {5: 0}, {0: 1}, {-3: 2}, {5: -1, 6: 2}])

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxprefill.errors import ConfigError
 from jaxprefill.prefill.buckets import at_least
@@ -107,7 +107,8 @@ def propose(
     The largest candidate, which chunks long prompts, is always in.
 
     This is exact where a chunk is one step, as on a GPU. Where the scheduler cuts steps
-    (`split_above`), sizes are tried in the same order and judged as the scheduler would run them.
+    (`split_above`), ladders are judged as the scheduler would run them: the one that would be best
+    without cuts, and each that has one bucket more than the best one of the size before.
 
     Raises:
         ConfigError: no lengths, or a candidate outside the measured range.
@@ -120,8 +121,19 @@ def propose(
     judged: list[Expectation] = []
     wastes: list[Fraction] = []
     fitting = None
-    for buckets in best_by_size([curve.cost(one) for one in candidates], chunks, most):
-        waste, expectation = judge.weigh(buckets)
+    uncut = best_by_size([curve.cost(one) for one in candidates], chunks, most)
+    while True:
+        options = [buckets for buckets in (next(uncut, None),) if buckets is not None]
+        is_over = not options
+        if judged and math.isfinite(goal.split_above) and len(judged[-1].buckets) < most:
+            options += _with_one_more(judged[-1].buckets, candidates)
+        if not options:
+            break
+        waste, expectation = min(map(judge.weigh, options), key=_rank)
+        if wastes and waste >= wastes[-1]:
+            if is_over:
+                break
+            continue
         judged.append(expectation)
         wastes.append(waste)
         if fitting is None and wastes[-1] <= Fraction(goal.budget):
@@ -153,6 +165,16 @@ def chunk_lengths(lengths: Lengths, top: int) -> dict[int, int]:
         chunks[rest] += count
     del chunks[0]
     return {length: count for length, count in sorted(chunks.items()) if count}
+
+
+def _with_one_more(buckets: tuple[int, ...], candidates: Collection[int]) -> list[tuple[int, ...]]:
+    return [tuple(sorted((*buckets, one))) for one in candidates if one not in buckets]
+
+
+def _rank(weighed: "tuple[Fraction, Expectation]") -> tuple[Any, ...]:
+    """Least time first, then as `propose` says."""
+    waste, one = weighed
+    return waste, one.compile_s, one.num_bytes, one.buckets
 
 
 class _Sum(NamedTuple):
