@@ -126,7 +126,7 @@ class JobSource:
 def _dumped(folder: str, *endings: str) -> str | Missing:
     """The files with the first of these endings that any has."""
     for ending in endings:
-        found = sorted(Path(folder).glob(f"*{ending}"))
+        found = sorted(Path(folder).rglob(f"*{ending}"))
         if found:
             return "\n".join(path.read_text(errors="replace") for path in found)
     return Missing(f"XLA has dumped no file that ends in {endings[0]}")
