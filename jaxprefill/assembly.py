@@ -57,7 +57,7 @@ class Assembly:
         if plan.model.has_lm_head:
             split = VocabularySplit(plan.model.vocab_size, self.mesh.size)
             jobs += head_jobs(
-                HeadFunctions(self.num_valid, split),
+                HeadFunctions(self.num_valid, split, plan.model.logit_soft_cap),
                 self.shapes,
                 sample_rows=plan.sample_rows,
                 score_rows=plan.score_rows,

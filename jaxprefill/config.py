@@ -103,6 +103,14 @@ class ModelConfig:
         sliding_window: the most recent tokens a query sees, its own among them; None: all.
         sliding_layers: whether each layer has the window; empty: all have it.
         has_qk_norm: whether every head of q and k is RMS-normed before it is rotated.
+        has_post_norms: whether what attention and MLP give is normed before it is added.
+        norm_offset: added to the weights of all norms: 1 where checkpoints hold w of 1 + w.
+        query_scale: multiplies attention's scores; None: head_dim ** -0.5.
+        attention_soft_cap: scores s become cap * tanh(s / cap); None: as they are.
+        logit_soft_cap: the same of the LM head's logits.
+        embedding_scale: multiplies embeddings, rounded to the weights' dtype.
+        sliding_rope: the rotation of layers with the window, where it is not `rope`.
+        has_sinks: whether every query head has a score without a value (an attention sink).
         latent: what DeepSeek-V4's layers are; `compress_rope` is of those with compressed entries.
         moe: experts in the place of every layer's MLP, `mlp_size` columns each.
         classifier: the head over labels; such a model has no LM head.
@@ -131,6 +139,14 @@ class ModelConfig:
     has_output_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    has_post_norms: bool = False
+    norm_offset: float = 0.0
+    query_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    sliding_rope: RopeConfig | None = None
+    has_sinks: bool = False
     activation: Activation = "silu"
     moe: MoeConfig | None = None
     latent: LatentConfig | None = None
@@ -170,6 +186,11 @@ class ModelConfig:
     def has_own_head(self) -> bool:
         """Whether the LM head is a table of its own."""
         return self.has_lm_head and not self.is_embedding_tied
+
+    @property
+    def norms_per_layer(self) -> int:
+        """Norms over whole rows that each layer has."""
+        return 4 if self.has_post_norms else 2
 
     @property
     def rotary_dim(self) -> int:

@@ -17,6 +17,9 @@ class MoeConfig:
         scoring: what makes scores of the router's logits.
         is_normalized: whether the chosen experts' scores are divided by their sum.
         scale: multiplies the weights that result.
+        has_bias: whether router and experts have biases; such experts are gpt-oss's.
+        clamp: bounds what enters the experts' gated product; None: nothing does.
+        gate_gain: multiplies the gate inside its sigmoid.
     """
 
     num_experts: int
@@ -24,6 +27,9 @@ class MoeConfig:
     scoring: RouterScoring = "softmax"
     is_normalized: bool = True
     scale: float = 1.0
+    has_bias: bool = False
+    clamp: float | None = None
+    gate_gain: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_experts < 1:

@@ -237,7 +237,7 @@ def _served(config: EngineConfig, model: ModelConfig, context: int) -> ModelConf
         kind = None if config.quantization == "none" else config.quantization
         model = replace(model, quantization=kind)
     window = model.sliding_window
-    if window is not None and window >= context:
+    if window is not None and window >= context and model.sliding_rope is None:
         model = replace(model, sliding_window=None, sliding_layers=())
     return replace(model, context_length=context)
 

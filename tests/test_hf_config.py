@@ -158,3 +158,20 @@ def test_yarn_stretches_the_context_and_dynamic_does_not():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     assert read(rope_scaling=yarn).context_length == 16384
     assert read(rope_scaling={"type": "dynamic", "factor": 4.0}).context_length == 4096
+
+
+def test_gemma3_has_two_rotations_and_needs_a_window():
+    gemma = dict(name="Gemma3ForCausalLM", num_hidden_layers=7)
+    found = read(**gemma, sliding_window=512, query_pre_attn_scalar=64)
+    assert found.windows == (*[512] * 5, None, 512) and found.query_scale == 1 / 8
+    assert found.sliding_rope is not None and found.sliding_rope.theta == 1e4
+    with pytest.raises(CheckpointError, match="must have a sliding_window below"):
+        read(**gemma, sliding_window=None)
+
+
+def test_gemma2_takes_null_for_no_soft_cap_and_gpt_oss_refuses_quantised_weights():
+    found = read("Gemma2ForCausalLM", attn_logit_softcapping=None)
+    assert found.attention_soft_cap is None and found.logit_soft_cap == 30
+    assert found.activation == "gelu_tanh" and found.norms_per_layer == 4
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        read("GptOssForCausalLM", quantization_config={"quant_method": "mxfp4"})

@@ -50,12 +50,29 @@ def row_size(config: ModelConfig) -> int:
 
 def rotary_tables(config: ModelConfig) -> int:
     """Tables of `Decoder.rotary`: cosine and sine, for each kind of rotation."""
-    return 2 if config.latent is None else 4
+    return 2 if config.latent is None and config.sliding_rope is None else 4
+
+
+def layer_rotary(
+    config: ModelConfig, spec: AttentionSpec, tables: Float[Array, "tables T half"]
+) -> Float[Array, "own T half"]:
+    """The tables that layers of this kind read: those with a window may have some of their own."""
+    if config.sliding_rope is None:
+        return tables
+    return tables[:2] if spec.window is None else tables[2:]
+
+
+def layer_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
+    """What each layer asks of attention."""
+    return tuple(
+        AttentionSpec(window, config.attention_soft_cap, config.has_sinks)
+        for window in config.windows
+    )
 
 
 def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
     """What the layers ask of attention, each spec once, in the order of the layers."""
-    return tuple(AttentionSpec(window) for window in dict.fromkeys(config.windows))
+    return tuple(dict.fromkeys(layer_specs(config)))
 
 
 @runtime_checkable
@@ -66,7 +83,7 @@ class DecoderLayer(Protocol):
         self,
         hidden: Float[Array, "T row"],
         pools: Pools,
-        norms: Float[Array, "2 E"],
+        norms: Float[Array, "own E"],
         layer: Int32[Array, ""],
         inputs: LayerInputs,
         attend: Attend,
@@ -79,7 +96,7 @@ class DecoderLayer(Protocol):
 class Decoder(Protocol):
     """A decoder-only transformer whose layers can be run one by one.
 
-    `norms` packs all norm weights: rows 2l and 2l + 1 are layer l's, the last is the final one.
+    `norms` packs all norm weights: `config.norms_per_layer` rows a layer, and the final one.
     """
 
     config: ModelConfig

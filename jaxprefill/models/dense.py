@@ -5,6 +5,7 @@ config and, where they differ, names its checkpoint tensors.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 from jaxprefill.cache.spec import CacheSpec, PoolSpec
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention.api import Attend
+from jaxprefill.models.biased_moe import BiasedMoe
 from jaxprefill.models.decoder import Fused, LayerInputs, Pools
 from jaxprefill.models.layers import (
     ScaledWeight,
@@ -49,7 +51,8 @@ class DenseLayer(nnx.Module):
         self._add("qkv", (heads * config.head_dim, width), ("heads", None))
         self._add("output", (width, attended), (None, "heads"))
         if config.moe is not None:
-            self.moe = MoeMlp(config, config.moe, dtype)
+            experts = BiasedMoe if config.moe.has_bias else MoeMlp
+            self.moe = experts(config, config.moe, dtype)
         else:
             self._add("gate_up", (2 * config.mlp_size, width), ("mlp", None))
             self._add("down", (width, config.mlp_size), (None, "mlp"))
@@ -62,6 +65,8 @@ class DenseLayer(nnx.Module):
             self.down_bias = parameter((width,), dtype, (None,))
         if config.has_qk_norm:
             self.qk_norms = parameter((2, config.head_dim), dtype, (None, None))
+        if config.has_sinks:
+            self.sinks = parameter((config.num_q_heads,), dtype, ("heads",))
 
     def _add(self, name: str, shape: tuple[int, int], axes: LogicalAxes) -> None:
         """A matrix, and the scales of its outputs where it is quantised."""
@@ -81,7 +86,7 @@ class DenseLayer(nnx.Module):
         self,
         hidden: Float[Array, "T E"],
         pools: Pools,
-        norms: Float[Array, "2 E"],
+        norms: Float[Array, "own E"],
         layer: Int32[Array, ""],
         inputs: LayerInputs,
         attend: Attend,
@@ -89,16 +94,24 @@ class DenseLayer(nnx.Module):
         """See `decoder.DecoderLayer`."""
         config, (pool,) = self.config, pools
         with jax.named_scope("attention.norm"):
-            normed = rms_norm(hidden, norms[0], config.norm_eps)
+            normed = self._norm(hidden, norms[0])
         q, k, v = self.project(normed, inputs)
         with jax.named_scope("attention.core"):
             first_page = layer * (pool.shape[2] // config.num_layers)
-            attended, pool = attend(q, k, v, pool, inputs.batch, first_page)
+            sinks = (self.sinks[...],) if config.has_sinks else ()
+            attended, pool = attend(q, k, v, pool, inputs.batch, first_page, *sinks)
         with jax.named_scope("attention.output"):
-            hidden = hidden + self.output_of(attended.reshape(len(hidden), -1))
+            added = self.output_of(attended.reshape(len(hidden), -1))
+            hidden = hidden + (self._norm(added, norms[1]) if config.has_post_norms else added)
         with jax.named_scope("mlp.norm"):
-            normed = rms_norm(hidden, norms[1], config.norm_eps)
-        return hidden + self.mlp(normed, inputs), (pool,)
+            normed = self._norm(hidden, norms[2 if config.has_post_norms else 1])
+        added = self.mlp(normed, inputs)
+        return hidden + (self._norm(added, norms[3]) if config.has_post_norms else added), (pool,)
+
+    def _norm(
+        self, rows: Float[Array, "*rows E"], weight: Float[Array, " E"]
+    ) -> Float[Array, "*rows E"]:
+        return rms_norm(rows, weight, self.config.norm_eps, self.config.norm_offset)
 
     def project(
         self, normed: Float[Array, "T E"], inputs: LayerInputs
@@ -114,9 +127,11 @@ class DenseLayer(nnx.Module):
             at = (config.num_q_heads, config.num_q_heads + config.num_kv_heads)
             q, k, v = jnp.split(qkv, at, axis=1)
             if config.has_qk_norm:
-                q = rms_norm(q, self.qk_norms[0], config.norm_eps)
-                k = rms_norm(k, self.qk_norms[1], config.norm_eps)
+                q = self._norm(q, self.qk_norms[0])
+                k = self._norm(k, self.qk_norms[1])
             q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
+            if config.query_scale is not None:  # attention multiplies by head_dim ** -0.5
+                q = q * (config.query_scale * config.head_dim**0.5)
             return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
     def output_of(self, attended: Float[Array, "T HD"]) -> Float[Array, "T E"]:
@@ -145,9 +160,11 @@ class DenseDecoder(nnx.Module):
 
     Attributes:
         model_type: what config.json calls the family.
+        norm_names: a layer's norms over whole rows, in the order in which they are packed.
     """
 
     model_type: ClassVar[str]
+    norm_names: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         """All weights zero; the loader replaces them."""
@@ -159,22 +176,33 @@ class DenseDecoder(nnx.Module):
         if config.classifier is not None:
             labels = (len(config.classifier.labels), config.hidden_size)
             self.classifier = parameter(labels, dtype, (None, None))
-        norms = (2 * config.num_layers + 1, config.hidden_size)
+        norms = (config.norms_per_layer * config.num_layers + 1, config.hidden_size)
         self.norms = parameter(norms, dtype, (None, None))
         self.layers = nnx.List([DenseLayer(config, dtype) for _ in range(config.num_layers)])
 
     def embed(self, ids: Int32[Array, " T"]) -> Float[Array, "T E"]:
         """See `decoder.Decoder`."""
-        return look_up(self.embedding[...], ids, self.config)
+        rows, scale = look_up(self.embedding[...], ids, self.config), self.config.embedding_scale
+        if scale == 1:
+            return rows
+        return rows * jnp.asarray(scale, self.embedding[...].dtype).astype(jnp.float32)
 
-    def rotary(self, positions: Int32[Array, " T"]) -> Float[Array, "2 T half"]:
-        """See `decoder.Decoder`."""
-        frequencies = rotary_frequencies(self.config)
-        return rotary_table(positions, frequencies, self.config.rope.attention_factor)
+    def rotary(self, positions: Int32[Array, " T"]) -> Float[Array, "tables T half"]:
+        """See `decoder.Decoder`: of layers that see all keys, then of those with a window."""
+        config = self.config
+        ropes = [rope for rope in (config.rope, config.sliding_rope) if rope is not None]
+        tables = [
+            rotary_table(
+                positions, rotary_frequencies(replace(config, rope=rope)), rope.attention_factor
+            )
+            for rope in ropes
+        ]
+        return tables[0] if len(tables) == 1 else jnp.concatenate(tables)
 
     def final_norm(self, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """See `decoder.Decoder`."""
-        return rms_norm(hidden, self.norms[...][-1], self.config.norm_eps)
+        config = self.config
+        return rms_norm(hidden, self.norms[...][-1], config.norm_eps, config.norm_offset)
 
     @staticmethod
     def cache_spec(config: ModelConfig) -> CacheSpec:
@@ -208,7 +236,7 @@ class DenseDecoder(nnx.Module):
         norms: list[str] = []
         for layer in range(config.num_layers):
             name = f"model.layers.{layer}"
-            norms += [f"{name}.input_layernorm.weight", f"{name}.post_attention_layernorm.weight"]
+            norms += [f"{name}.{norm}.weight" for norm in cls.norm_names]
             own = cls.layer_sources(config, name)
             sources |= {f"layers.{layer}.{path}": fused for path, fused in own.items()}
         sources["norms"] = Fused((*norms, "model.norm.weight"), is_stacked=True)
@@ -245,6 +273,8 @@ class DenseDecoder(nnx.Module):
         if config.has_qk_norm:
             norms = tuple(f"{name}.self_attn.{part}_norm.weight" for part in "qk")
             found["qk_norms"] = Fused(norms, is_stacked=True)
+        if config.has_sinks:
+            found["sinks"] = Fused((f"{name}.self_attn.sinks",))
         return found
 
 

@@ -17,6 +17,12 @@ def lacks_fusion(config: ModelConfig, *, platform: str, dtype: str) -> str | Non
         return "takes no bias but that of qkv"
     if config.moe is not None:
         return "takes one MLP a layer, not experts"
+    if config.has_post_norms or config.norm_offset:
+        return "takes a norm before attention and one before the MLP, both without an offset"
+    if config.attention_soft_cap is not None or config.has_sinks:
+        return "caps no scores and has no attention sinks"
+    if config.query_scale is not None or config.sliding_rope is not None:
+        return "scales and rotates the queries of all layers alike, by head_dim ** -0.5"
     if config.activation != "silu":
         return f"takes silu, not {config.activation}"
     if config.rotary_dim != config.head_dim:

@@ -104,12 +104,21 @@ def _scaled_linear(x: Float[Array, "T inputs"], weight: ScaledWeight) -> Float[A
 
 
 def rms_norm(
-    x: Float[Array, "*rows E"], weight: Float[Array, " E"], eps: float
+    x: Float[Array, "*rows E"], weight: Float[Array, " E"], eps: float, offset: float = 0.0
 ) -> Float[Array, "*rows E"]:
-    """Root-mean-square norm over the last axis (arXiv 1910.07467), in float32."""
+    """Root-mean-square norm over the last axis (arXiv 1910.07467), in float32.
+
+    `offset` is added to the weights.
+    """
     x = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return x * scale * weight.astype(jnp.float32)
+    factors = weight.astype(jnp.float32)
+    return x * scale * (factors + offset if offset else factors)
+
+
+def soft_cap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+    """Values bent into (-cap, cap) by tanh; None: as they are."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def gated_mlp(

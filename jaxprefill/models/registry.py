@@ -8,6 +8,9 @@ from jaxprefill.config import ModelConfig
 from jaxprefill.errors import CheckpointError
 from jaxprefill.models.deepseek_v4.decoder import DeepseekV4
 from jaxprefill.models.dense import DenseDecoder
+from jaxprefill.models.gemma2 import Gemma2
+from jaxprefill.models.gemma3 import Gemma3
+from jaxprefill.models.gpt_oss import GptOss
 from jaxprefill.models.hf_heads import read_head, with_lm_head
 from jaxprefill.models.llama import Llama
 from jaxprefill.models.mistral import Mistral
@@ -19,6 +22,9 @@ from jaxprefill.models.qwen3_moe import Qwen3Moe
 Architecture = DenseDecoder | DeepseekV4
 ARCHITECTURES: dict[str, type[Architecture]] = {
     "DeepseekV4ForCausalLM": DeepseekV4,
+    "Gemma2ForCausalLM": Gemma2,
+    "Gemma3ForCausalLM": Gemma3,
+    "GptOssForCausalLM": GptOss,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "Phi3ForCausalLM": Phi3,

@@ -194,9 +194,10 @@ class _Layer(_Step):
         ids: Int32[Array, " T"],
         buffer: Int32[Array, " words"],
     ) -> tuple[Float[Array, "T row"], Pools]:
-        pair = jax.lax.dynamic_slice_in_dim(norms, 2 * index, 2)
+        count = self.body.tree.config.norms_per_layer
+        own = jax.lax.dynamic_slice_in_dim(norms, count * index, count)
         inputs = self.body.layer_inputs(rotary, unpack(buffer, self.body.layout), ids)
-        return self.body.layer(self.kind, leaves, pair, rows, pools, index, inputs)
+        return self.body.layer(self.kind, leaves, own, rows, pools, index, inputs)
 
 
 class _Finish(_Step):

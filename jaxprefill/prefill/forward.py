@@ -16,7 +16,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention import AttentionBackend, AttentionSpec, RaggedBatch
-from jaxprefill.models.decoder import Decoder, LayerInputs, Pools, attention_specs
+from jaxprefill.models.decoder import (
+    Decoder,
+    LayerInputs,
+    Pools,
+    attention_specs,
+    layer_rotary,
+    layer_specs,
+)
 from jaxprefill.models.tree import LayerLeaves, Leaves, ModelTree
 from jaxprefill.prefill.padding import BufferLayout
 
@@ -76,7 +83,7 @@ class Body:
         self.tree = tree
         self.layout = layout
         self.is_looped = is_looped and len(tree.layer_graphs) == 1
-        specs = map(AttentionSpec, tree.config.windows)
+        specs = layer_specs(tree.config)
         self.kinds = tuple(itertools.starmap(LayerKind, zip(specs, tree.forms, strict=True)))
         self._attends = {
             spec: backend.make(layout.tiles, spec) for spec in attention_specs(tree.config)
@@ -86,13 +93,15 @@ class Body:
         self,
         kind: LayerKind,
         leaves: LayerLeaves,
-        norms: Float[Array, "2 E"],
+        norms: Float[Array, "own E"],
         hidden: Float[Array, "T row"],
         pools: Pools,
         layer: Int32[Array, ""],
         inputs: LayerInputs,
     ) -> tuple[Float[Array, "T row"], Pools]:
         """One layer over its own leaves."""
+        rotary = layer_rotary(self.tree.config, kind.spec, inputs.rotary)
+        inputs = inputs._replace(rotary=rotary)
         module = self.tree.bind_layer(leaves, kind.form)
         return module(hidden, pools, norms, layer, inputs, self._attends[kind.spec])
 
@@ -144,11 +153,11 @@ class Body:
         pools: Pools,
         inputs: LayerInputs,
     ) -> tuple[Float[Array, "T row"], Pools]:
-        norms = self.tree.leaf(leaves, "norms")
+        norms, count = self.tree.leaf(leaves, "norms"), self.tree.config.norms_per_layer
         layer_fn = jax.jit(self.layer, static_argnums=0)
         for index, kind in enumerate(self.kinds):
-            own, pair = self.tree.layer_leaves(leaves, index), norms[2 * index : 2 * index + 2]
-            rows, pools = layer_fn(kind, own, pair, rows, pools, jnp.int32(index), inputs)
+            own, its = self.tree.layer_leaves(leaves, index), norms[count * index :][:count]
+            rows, pools = layer_fn(kind, own, its, rows, pools, jnp.int32(index), inputs)
         return rows, pools
 
     def _looped(
@@ -175,5 +184,6 @@ class Body:
     ) -> tuple[Float[Array, "T row"], Pools]:
         """Layer `layers[at]` of consecutive ones over (hidden, pools)."""
         own, layer = self.tree.looped_leaves(leaves, layers, at), layers[0] + at
-        pair = lax.dynamic_slice_in_dim(self.tree.leaf(leaves, "norms"), 2 * layer, 2)
-        return self.layer(kind, own, pair, *carry, layer, inputs)
+        norms, count = self.tree.leaf(leaves, "norms"), self.tree.config.norms_per_layer
+        its = lax.dynamic_slice_in_dim(norms, count * layer, count)
+        return self.layer(kind, own, its, *carry, layer, inputs)

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from jaxprefill.device_state import StateShapes
-from jaxprefill.models.layers import linear
+from jaxprefill.models.layers import linear, soft_cap
 from jaxprefill.prefill.compiler import CompileJob
 from jaxprefill.request import MAX_TOP_LOGPROBS
 from jaxprefill.sampling.pack import NUM_WORDS, mask_words
@@ -31,10 +31,24 @@ from jaxprefill.sampling.vocabulary import VocabularySplit, logprob_of
 
 @dataclass(frozen=True)
 class HeadFunctions:
-    """The head's pure functions for one vocabulary; `num_valid` ids may be sampled."""
+    """The head's pure functions for one vocabulary; `num_valid` ids may be sampled.
+
+    Attributes:
+        soft_cap: see `ModelConfig.logit_soft_cap`.
+    """
 
     num_valid: int
     split: VocabularySplit = VocabularySplit()
+    soft_cap: float | None = None
+
+    def _product(
+        self,
+        head: Shaped[Array, "own E"],
+        hidden: Shaped[Array, "tokens E"],
+        rows: Int32[Array, " r"],
+    ) -> Float32[Array, "r own"]:
+        with jax.named_scope("head"):
+            return soft_cap(linear(hidden[rows], head), self.soft_cap)
 
     def greedy(
         self,
@@ -45,7 +59,7 @@ class HeadFunctions:
     ) -> tuple[Int32[Array, " C"], Int32[Array, "r 2"]]:
         """(last_tokens, [token, bits of its logprob]): argmax of the raw logits."""
         params = unpack_rows(buffer)
-        tokens, logprobs = self.split.best(_product(head, hidden, params.row), self.num_valid)
+        tokens, logprobs = self.split.best(self._product(head, hidden, params.row), self.num_valid)
         last_tokens = last_tokens.at[params.slot].set(tokens, mode="drop")
         return last_tokens, jnp.stack([tokens, _bits(logprobs)], axis=1)
 
@@ -61,7 +75,7 @@ class HeadFunctions:
     ) -> tuple[Int32[Array, " C"], Int32[Array, "C V"], Int32[Array, "r outputs"]]:
         """(last_tokens, history, [token, logprob, top ids, top logprobs]); floats by their bits."""
         params = unpack_rows(buffer)
-        raw = self.split.join(_product(head, hidden, params.row))
+        raw = self.split.join(self._product(head, hidden, params.row))
         safe = jnp.minimum(params.slot, len(last_tokens) - 1)
         logits = raw + jnp.where(params.has_bias[:, None] == 1, bias[safe], 0)
         seen = jnp.where(params.has_history[:, None] == 1, history[safe], 0)
@@ -80,7 +94,7 @@ class HeadFunctions:
         buffer: Int32[Array, "r 2"],
     ) -> Float32[Array, " r"]:
         """The raw logprob of each line's (row, target id)."""
-        return self.split.logprob(_product(head, hidden, buffer[:, 0]), buffer[:, 1])
+        return self.split.logprob(self._product(head, hidden, buffer[:, 0]), buffer[:, 1])
 
     def rank(
         self,
@@ -89,7 +103,7 @@ class HeadFunctions:
         buffer: Int32[Array, "r 2"],
     ) -> Int32[Array, "r outputs"]:
         """[target, logprob, top ids, top logprobs] of each line's (row, target id)."""
-        raw = self.split.join(_product(head, hidden, buffer[:, 0]))
+        raw = self.split.join(self._product(head, hidden, buffer[:, 0]))
         return self._ranked(raw, buffer[:, 1])
 
     def _ranked(
@@ -110,9 +124,8 @@ class HeadFunctions:
         """The raw logit of each line's (row, id); multiplies only the head's rows it needs."""
         rows, ids = hidden[buffer[:, 0]].astype(head.dtype), buffer[:, 1]
         weights = head[ids % len(head)].astype(jnp.float32)
-        return self.split.of_owner(
-            jnp.sum(rows.astype(jnp.float32) * weights, axis=-1), ids, len(head)
-        )
+        found = soft_cap(jnp.sum(rows.astype(jnp.float32) * weights, axis=-1), self.soft_cap)
+        return self.split.of_owner(found, ids, len(head))
 
 
 def set_history(
@@ -188,13 +201,6 @@ def head_jobs(
     row = words(vocab, dtype=np.float32)
     add("set_bias", set_bias, (state.bias, words(), row), (0,))
     return jobs
-
-
-def _product(
-    head: Shaped[Array, "own E"], hidden: Shaped[Array, "tokens E"], rows: Int32[Array, " r"]
-) -> Float32[Array, "r own"]:
-    with jax.named_scope("head"):
-        return linear(hidden[rows], head)
 
 
 def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:

@@ -160,6 +160,62 @@ CASES = (
         config=PHI3 | dict(tie_word_embeddings=True),
         lengths=(65, 90, 120),
     ),
+    OracleCase(
+        name="gemma2_soft_caps",
+        architecture="Gemma2ForCausalLM",
+        config=dict(
+            hidden_size=40,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            query_pre_attn_scalar=9,
+            sliding_window=11,
+            attn_logit_softcapping=4.0,
+            final_logit_softcapping=9.0,
+        ),
+    ),
+    OracleCase(
+        name="gemma3_two_ropes",
+        architecture="Gemma3ForCausalLM",
+        config=dict(
+            num_hidden_layers=3,
+            hidden_size=40,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=16,
+            query_pre_attn_scalar=20,
+            sliding_window=11,
+            sliding_window_pattern=3,
+            rope_theta=1e5,
+            rope_local_base_freq=1e3,
+            rope_scaling={"rope_type": "linear", "factor": 2.0},
+        ),
+        options=dict(prefill_backend="layerwise"),
+    ),
+    OracleCase(
+        name="gpt_oss_sinks",
+        architecture="GptOssForCausalLM",
+        config=dict(
+            hidden_size=40,
+            intermediate_size=24,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=11,
+            swiglu_limit=1.5,
+            rope_theta=1.5e5,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 40,
+            },
+        ),
+    ),
 )
 
 # Classifiers over the bodies above, whose prompts may end in padding tokens.
@@ -191,7 +247,13 @@ CLASSIFIERS = (
 )
 
 ROPE_POSITIONS = (0, 1, 63, 4095, 99_991, 131_071)
-_NO_ROPE_OF_THEIR_OWN = ("mistral_window_dynamic", "qwen3_moe")
+_NO_ROPE_OF_THEIR_OWN = (
+    "mistral_window_dynamic",
+    "qwen3_moe",
+    "gemma2_soft_caps",
+    "gemma3_two_ropes",  # two tables, which the logprobs show
+    "gpt_oss_sinks",
+)
 ROPE_CASES = {case.name: case.hf for case in CASES if case.name not in _NO_ROPE_OF_THEIR_OWN} | {
     "default_head_128": CASES[0].hf
     | dict(hidden_size=512, num_attention_heads=4, head_dim=128, rope_scaling=None),

@@ -13,6 +13,9 @@ from transformers import (
 )
 
 _MODEL_TYPES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Phi3ForCausalLM": "phi3",
@@ -48,7 +51,12 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
 
 
 def weights(model: PreTrainedModel) -> dict[str, np.ndarray]:
-    """What a checkpoint would hold: a tied head is stored once, each expert's matrices apart."""
+    """What a checkpoint would hold: a tied head is stored once, each expert's matrices apart.
+
+    gpt-oss's are published stacked.
+    """
+    if model.config.model_type == "gpt_oss":
+        return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     held: dict[str, np.ndarray] = {}
     for name, parameter in model.named_parameters():
         held |= _by_expert(name, parameter.detach().numpy())
