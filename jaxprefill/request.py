@@ -88,8 +88,10 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise _wrong("stop", "non-empty strings", text)
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, None)
+        ids = self.stop_token_ids
+        if ids and not (set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) <= _MAX_INTEGER):
+            for token in ids:
+                _check_int("stop_token_ids", token, 0, None)
 
     @property
     def has_penalties(self) -> bool:

@@ -54,6 +54,8 @@ def test_texts_far_longer_than_the_context_are_taken_but_not_without_limit(http)
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt", "both"),
         ("/tokenize", {"prompt": 5}, "prompt", "5"),
         ("/tokenize", {"prompt": ["a", 5]}, "prompt", "list of texts"),
+        ("/tokenize", {"prompt": ["a"] * 65537}, "prompt", "at most 65536 sequences"),
+        ("/detokenize", {"tokens": [[]] * 65537}, "tokens", "at most 65536 sequences"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": "no"}, "add_special_tokens", "true"),
         ("/detokenize", {}, "tokens", "None"),
         ("/detokenize", {"tokens": "a"}, "tokens", "'a'"),

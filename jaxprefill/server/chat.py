@@ -7,6 +7,7 @@ that demands a call is refused. `top_logprobs` needs `logprobs`. With `return_to
 prompt's ids stand beside the choices, in a stream of the first chunk; the answer's inside them.
 """
 
+import math
 from typing import Any
 
 import msgspec
@@ -47,7 +48,7 @@ async def chat(call: Call, body: ChatBody) -> Any:
     options = template_options(body)
     admission = call.context.admission()
     prompt = await call.off_loop_if_long(
-        _size(body.messages), lambda: admission.chat_ids(body.messages, options)
+        _size(body), lambda: admission.chat_ids(body.messages, options)
     )
     params = body.sampling_params(
         max_tokens=_max_tokens(body, call, len(prompt)),
@@ -132,7 +133,9 @@ def _max_tokens(body: ChatBody, call: Call, prompt_length: int) -> int:
     return asked
 
 
-def _size(messages: list[Any]) -> int:
+def _size(body: ChatBody) -> float:
     """Characters at the first level: enough to know what takes long."""
-    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    if body.tools or body.documents or body.chat_template_kwargs:
+        return math.inf  # whatever the template makes of them
+    contents = [each.get("content") for each in body.messages if isinstance(each, dict)]
     return sum(len(content) if isinstance(content, str) else 1000 for content in contents)

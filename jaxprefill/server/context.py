@@ -193,7 +193,7 @@ class Call:
             raise ApiError(404, message, param="model", code="model_not_found")
         return asked or names[0]
 
-    async def off_loop_if_long(self, size: int, function: Callable[[], T]) -> T:
+    async def off_loop_if_long(self, size: float, function: Callable[[], T]) -> T:
         """Runs a function; on a thread where it goes through many characters or ids."""
         return function() if size < _OFF_LOOP_SIZE else await self.context.off_loop(function)
 

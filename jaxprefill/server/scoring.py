@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxprefill.errors import RequestError
 from jaxprefill.server.body import wrong
-from jaxprefill.server.context import Call, size_of
+from jaxprefill.server.context import Call, check_batch, size_of
 from jaxprefill.server.fields import BaseBody
 from jaxprefill.server.usage import usage_of_prompts
 
@@ -140,6 +140,7 @@ def _texts(name: str, value: Any) -> list[str]:
     items: Any = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
         raise wrong(name, "a text or a list of at least one", value)
+    check_batch(name, len(items))
     for index, item in enumerate(items):
         if not isinstance(item, str):
             raise wrong(name, f"a list of texts (its item {index} is none)", item)
@@ -177,5 +178,6 @@ async def rerank(call: Call, body: RerankBody) -> Any:
 def _documents(given: Any) -> list[str]:
     if not isinstance(given, list):
         raise wrong("documents", "a list of texts", given)
+    check_batch("documents", len(given))
     texts = [item.get("text") if isinstance(item, dict) else item for item in given]
     return _texts("documents", texts)

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from jaxprefill.admission import as_ids, check_ids
 from jaxprefill.errors import RequestError
 from jaxprefill.server.body import wrong
-from jaxprefill.server.context import Call, ServerContext, size_of
+from jaxprefill.server.context import Call, ServerContext, check_batch, size_of
 from jaxprefill.server.fields import BaseBody
 from jaxprefill.server.health import json_response
 from jaxprefill.server.route import post
@@ -83,8 +83,9 @@ async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
 async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     """Answers one body."""
     given = body.tokens
-    is_list = isinstance(given, list) and any(isinstance(item, list) for item in given)
+    is_list = isinstance(given, list) and list in set(map(type, given))
     rows: list[Any] = given if is_list else [given]
+    check_batch("tokens", len(rows))
     most = call.model.context_length * _CHARACTERS_A_TOKEN
     if (size := size_of(given)) > most:
         raise RequestError(
@@ -129,8 +130,9 @@ def tokenizer_routes(context: ServerContext) -> list[Route]:
 
 def _texts(call: Call, prompt: Any) -> list[str]:
     texts: Any = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    if not isinstance(texts, list) or set(map(type, texts)) - {str}:
         raise wrong("prompt", "a text or a list of texts", prompt)
+    check_batch("prompt", len(texts))
     a_token = max(call.model.tokenizer.max_token_characters, _CHARACTERS_A_TOKEN)
     most = call.model.context_length * a_token
     for text in texts:
