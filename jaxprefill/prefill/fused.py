@@ -12,6 +12,7 @@ from jaxprefill.kernels.decoder_layer import (
     finish_stream,
     layer_tiles,
     make_fused_layer,
+    padded_rows,
     start_stream,
 )
 from jaxprefill.models.decoder import Decoder, LayerInputs, Pools, attention_specs
@@ -80,8 +81,12 @@ class FusedBody(Body):
     ) -> tuple[Float[Array, "T E"], Pools]:
         """See `Body._normed_layers`; the last product carries the final norm."""
         (pool,) = pools
-        norms = self.tree.leaf(leaves, "norms")
+        norms, num_tokens = self.tree.leaf(leaves, "norms"), len(rows)
+        spare = padded_rows(num_tokens, self._tiles) - num_tokens
+        rotary = jnp.pad(inputs.rotary, ((0, 0), (0, spare), (0, 0)))
+        inputs = inputs._replace(rotary=rotary)
         with jax.named_scope("embed"):
+            rows = jnp.pad(rows, ((0, spare), (0, 0)))
             stream = start_stream(
                 rows,
                 norms[0],
@@ -97,7 +102,7 @@ class FusedBody(Body):
                 own, norms, stream, pool, jnp.int32(index), inputs, window=window
             )
         with jax.named_scope("final_norm"):
-            return finish_stream(stream, self.tree.config.norm_eps), (pool,)
+            return finish_stream(stream, self.tree.config.norm_eps)[:num_tokens], (pool,)
 
     def _fused_layer(
         self,

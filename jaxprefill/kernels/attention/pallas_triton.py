@@ -188,12 +188,13 @@ def make_attend_to_heads(
     """The same, of stacked heads; parts of a tile are merged on the way.
 
     (heads [T, H + 2K, D]: queries, keys, values; pool, batch, first_page, arrivals) ->
-    (out [T, H, D], pool, arrivals); arrivals holds `num_arrivals` zeros or more.
+    (out [T, H, D], pool, arrivals); arrivals holds `num_arrivals` zeros or more. Rows past the
+    batch's tokens are neither read nor written.
     """
 
     def write_and_attend(heads, pool, batch, first_page, arrivals):  # pyright: ignore
         kv_heads = pool.shape[1]
-        q_shape = (len(heads), heads.shape[1] - 2 * kv_heads, heads.shape[2])
+        q_shape = (len(batch.kv_rows), heads.shape[1] - 2 * kv_heads, heads.shape[2])
         sizes = _sizes(shape, spec, q_shape, pool, interpret=interpret)
         out, pool, left = _attend(sizes, _Stacked(heads), pool, batch, first_page, arrivals)
         return out, pool, arrivals if left is None else left

@@ -9,6 +9,7 @@ from jaxprefill.kernels.decoder_layer.api import (
 from jaxprefill.kernels.decoder_layer.pallas_triton import (
     layer_tiles,
     make_fused_layer,
+    padded_rows,
     start_stream,
 )
 from jaxprefill.kernels.decoder_layer.select import LayerSizes, lacks_fused_layer
@@ -22,5 +23,6 @@ __all__ = [
     "lacks_fused_layer",
     "layer_tiles",
     "make_fused_layer",
+    "padded_rows",
     "start_stream",
 ]

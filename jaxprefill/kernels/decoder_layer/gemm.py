@@ -10,7 +10,7 @@ split of it:
 
 Splits leave their sums in a workspace; the last to arrive adds them in order, whoever it is, and
 sets the count back to zero: the result does not depend on the order of arrival.
-Where a tile is taller than the array, rows past the end repeat the last one.
+Arrays hold whole tiles of rows.
 """
 
 import functools
@@ -68,7 +68,7 @@ class _Gemm(NamedTuple):
     def grid(self) -> tuple[int, int, int]:
         """Neighbours share a block of the weight."""
         tiles = self.tiles
-        return pl.cdiv(self.num_rows, tiles.tile_t), self.outputs // tiles.block_n, tiles.num_splits
+        return self.num_rows // tiles.tile_t, self.outputs // tiles.block_n, tiles.num_splits
 
     @property
     def num_sums(self) -> int:
@@ -177,7 +177,7 @@ def _sizes(x: Float[Array, "T depth"]) -> tuple[int, int]:
 
 def num_arrivals(num_rows: int, outputs: int, tiles: GemmTiles) -> int:
     """Counters that a split product needs."""
-    return pl.cdiv(num_rows, tiles.tile_t) * (outputs // tiles.block_n)
+    return num_rows // tiles.tile_t * (outputs // tiles.block_n)
 
 
 def num_parts(outputs: int, tiles: GemmTiles) -> int:
@@ -226,7 +226,7 @@ def _result_shapes(gemm: _Gemm, dtype: Any) -> list[jax.ShapeDtypeStruct]:
 
 def _kernel(operands: Any, *results: Ref, gemm: _Gemm, interpret: bool) -> None:
     tile, block, split = (pl.program_id(axis) for axis in range(3))
-    rows = _rows(gemm, tile)
+    rows = pl.ds(tile * gemm.tiles.tile_t, gemm.tiles.tile_t)
     sums = _products(operands, rows, block, split, gemm)
     if gemm.tiles.num_splits == 1:
         _finish(operands, results, sums, rows, block, gemm)
@@ -249,14 +249,6 @@ def _kernel(operands: Any, *results: Ref, gemm: _Gemm, interpret: bool) -> None:
             for index in range(gemm.num_sums)
         )
         _finish(operands, outputs, whole, rows, block, gemm)
-
-
-def _rows(gemm: _Gemm, tile: Int32[Array, ""]) -> Any:
-    """A slice of whole rows, or indices that stay inside the array."""
-    tile_t = gemm.tiles.tile_t
-    if gemm.num_rows % tile_t == 0:
-        return pl.ds(tile * tile_t, tile_t)
-    return jnp.minimum(tile * tile_t + lax.iota(jnp.int32, tile_t), gemm.num_rows - 1)
 
 
 def _products(

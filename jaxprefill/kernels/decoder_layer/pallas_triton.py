@@ -52,6 +52,12 @@ def layer_tiles(sizes: LayerSizes, num_tokens: int) -> LayerTiles:
     return chosen._replace(output=None, down=None)
 
 
+def padded_rows(num_tokens: int, tiles: LayerTiles) -> int:
+    """The least number of rows, `num_tokens` or more, that every product's tiles divide."""
+    heights = [one.tile_t for one in tiles if one is not None]
+    return -(-num_tokens // max(heights, default=1)) * max(heights, default=1)
+
+
 def start_stream(
     hidden: Float32[Array, "T E"],
     norm: Float[Array, " E"],
