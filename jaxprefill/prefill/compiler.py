@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -81,6 +81,7 @@ class CompileJob:
         out_specs: how each output lies on the mesh, where there is more than one device.
         mesh: the devices that run it; None: the first.
         sizes: what the function closes over that neither its name nor its arguments tell.
+        product_rows: of its matrix products; jobs of as many may have products in common.
     """
 
     name: str
@@ -94,6 +95,7 @@ class CompileJob:
     out_specs: Any = EVERYWHERE
     mesh: Mesh | None = None
     sizes: str = ""
+    product_rows: int | None = None
 
     @property
     def module_name(self) -> str:
@@ -276,18 +278,25 @@ def compile_all(
 ) -> dict[str, Compiled]:
     """Every job by name, largest first; the first failure stops the rest and is raised.
 
-    Those that `keeper` has are loaded instead, in the same threads.
+    Those that `keeper` has are loaded instead, in the same threads. Jobs with products in common
+    follow one another: in two threads at once XLA may tune a product twice, and choose two kernels
+    for it, of which the next process would find only one.
     """
-    ordered = sorted(jobs, key=lambda job: -job.cost)
+    chains: dict[int | str, list[CompileJob]] = {}
+    for job in sorted(jobs, key=lambda job: -job.cost):
+        chains.setdefault(job.product_rows or job.name, []).append(job)
     done: dict[str, Compiled] = {}
     pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="compile")
     is_interrupted = False
     try:
-        futures = [pool.submit(_obtain, job, options, keeper) for job in ordered]
-        for future in as_completed(futures):
-            compiled = future.result()
-            done[compiled.record.name] = compiled
-            on_done(compiled.record)
+        left = {pool.submit(_obtain, job, options, keeper): rest for job, *rest in chains.values()}
+        while left:
+            for future in wait(left, return_when=FIRST_COMPLETED).done:
+                compiled, rest = future.result(), left.pop(future)
+                done[compiled.record.name] = compiled
+                on_done(compiled.record)
+                if rest:
+                    left[pool.submit(_obtain, rest[0], options, keeper)] = rest[1:]
     except KeyboardInterrupt:
         is_interrupted = True  # XLA cannot be stopped; do not wait for it
         raise

@@ -174,6 +174,8 @@ def head_jobs(
         args: tuple[Any, ...],
         donated: tuple[int, ...],
         read_back: tuple[int, ...] = (),
+        *,
+        rows: int | None = None,
     ) -> None:
         # Each call's results are a new array, as the last one's may still be read.
         job = CompileJob(
@@ -183,20 +185,22 @@ def head_jobs(
             donated=donated,
             is_graph=False,
             read_back=read_back,
+            product_rows=rows,
         )
         jobs.append(job)
 
     for rows in sample_rows:
         greedy = (*base, words(rows, NUM_WORDS))
-        add(f"greedy {rows}", functions.greedy, greedy, (2,), (1,) if is_pinned else ())
+        pinned = ((1,), (2,)) if is_pinned else ((), ())
+        add(f"greedy {rows}", functions.greedy, greedy, (2,), pinned[0], rows=rows)
         mask = words(rows, mask_words(vocab))
         general = (*base, state.history, state.bias, mask, words(rows, NUM_WORDS))
-        add(f"general {rows}", functions.general, general, (2, 3), (2,) if is_pinned else ())
+        add(f"general {rows}", functions.general, general, (2, 3), pinned[1], rows=rows)
     for rows in score_rows:
         pairs = (state.head, state.hidden, words(rows, 2))
-        add(f"score {rows}", functions.score, pairs, ())
-        add(f"logits {rows}", functions.logits, pairs, ())
-        add(f"rank {rows}", functions.rank, pairs, ())
+        add(f"score {rows}", functions.score, pairs, (), rows=rows)
+        add(f"logits {rows}", functions.logits, pairs, (), rows=rows)
+        add(f"rank {rows}", functions.rank, pairs, (), rows=rows)
     add("set_history", set_history, (state.history, words(), words(vocab)), (0,))
     row = words(vocab, dtype=np.float32)
     add("set_bias", set_bias, (state.bias, words(), row), (0,))
