@@ -179,14 +179,9 @@ def head_jobs(
     ) -> None:
         # Each call's results are a new array, as the last one's may still be read.
         job = CompileJob(
-            name=name,
-            function=fn,
-            arguments=args,
-            donated=donated,
-            is_graph=False,
-            read_back=read_back,
-            product_rows=rows,
-        )
+            name=name, function=fn, arguments=args, donated=donated, is_graph=False,
+            read_back=read_back, product_rows=rows,
+        )  # fmt: skip
         jobs.append(job)
 
     for rows in sample_rows:
