@@ -238,6 +238,10 @@ def test_a_loaded_executable_that_fails_when_it_first_runs_is_compiled_anew(
         assert again.stats()["compiled_at_start"] == 0 and again.stats()["faults"] == []
 
 
+def _forwarded(name):
+    return property(lambda broken: getattr(broken._real, name))
+
+
 class _Broken:
     """An executable that loads and does not run, as where a function that it calls is missing."""
 
@@ -250,8 +254,10 @@ class _Broken:
         name = real.hlo_modules()[0].name
         return cls(real) if "prefill_8x4x160" in name or "set_bias" in name else real
 
-    def __getattr__(self, name):
-        return getattr(self._real, name)
+    # By name: from Python 3.12 on protocols are looked for in the class alone.
+    client, serialize, hlo_modules, get_parameter_layouts = map(
+        _forwarded, ("client", "serialize", "hlo_modules", "get_parameter_layouts")
+    )
 
     def execute_sharded(self, operands):
         if len(operands) > 20:  # a whole body: it takes what is donated, and then fails
