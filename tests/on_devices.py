@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -118,12 +119,15 @@ def is_poison_ignored(made) -> bool:
 def restores_alike(checkpoint: TinyCheckpoint, num_devices: int) -> bool:
     """Whether a converted checkpoint's leaves lie on the devices as those of its source."""
     with tempfile.TemporaryDirectory() as folder:
-        convert(checkpoint, Path(folder) / "made")
-        tree = model_tree(checkpoint.config, jnp.dtype("float32"), make_mesh(num_devices))
-        held = open_checkpoint(f"{folder}/made")
-        pairs = zip(load_leaves(held, tree), load_leaves(checkpoint, tree), strict=True)
+        pairs: list[tuple[jax.Array, jax.Array]] = []
+        for kind in (None, "int8"):
+            convert(checkpoint, Path(folder) / f"{kind}", dtype=kind or "auto")
+            config = replace(checkpoint.config, quantization=kind)
+            tree = model_tree(config, jnp.dtype("float32"), make_mesh(num_devices))
+            held = open_checkpoint(f"{folder}/{kind}")
+            pairs += zip(load_leaves(held, tree), load_leaves(checkpoint, tree), strict=True)
         return all(
-            one.sharding == other.sharding and np.array_equal(one, other, equal_nan=True)
+            one.sharding == other.sharding and np.allclose(one, other, rtol=1e-6, equal_nan=True)
             for one, other in pairs
         )
 

@@ -123,10 +123,10 @@ TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()[:1800]
 
 
 @pytest.mark.demo
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_perplexity_of_a_fixed_text_stays_within_one_percent(demo_path, kind):
-    """Of bfloat16's, for the demo model: 400 tokens of English."""
+def test_perplexity_of_a_fixed_text_rises_by_one_percent_at_most(demo_path, kind):
+    """Above bfloat16's, for the demo model (measured: 19.10; int8 19.00, float8 18.75)."""
     few = {"prefill_backend": "eager", "prefill_buckets": (256,), "max_running_requests": 1}
     found = {}
     for name, options in {
@@ -136,6 +136,5 @@ def test_perplexity_of_a_fixed_text_stays_within_one_percent(demo_path, kind):
         with Engine("demo", kv_cache_tokens=1024, context_length=1024, **few, **options) as engine:
             (logprobs,) = engine.logprobs([TEXT])
             found[name] = math.exp(-np.mean(logprobs[1:]))
-    print(found)
     assert len(logprobs) > 300
     assert found[kind] <= 1.01 * found["bfloat16"]
