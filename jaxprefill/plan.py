@@ -323,7 +323,7 @@ def _weight_bytes(model: ModelConfig, dtype: jnp.dtype) -> int:
     heads = (2 * model.num_q_heads + 2 * model.num_kv_heads) * model.head_dim
     moe = model.moe
     mlp = 3 * model.mlp_size if moe is None else moe.num_experts * (3 * model.mlp_size + 1)
-    layer = model.hidden_size * (heads + mlp)
-    tables = 2 if model.has_own_head else 1
-    layer_bytes = jnp.dtype(model.quantization or dtype).itemsize * layer * model.num_layers
-    return layer_bytes + tables * model.vocab_size * model.hidden_size * dtype.itemsize
+    narrow = jnp.dtype(model.quantization or dtype).itemsize
+    layer = heads * narrow + mlp * (narrow if moe is None else dtype.itemsize)
+    tables = (2 if model.has_own_head else 1) * model.vocab_size * dtype.itemsize
+    return model.hidden_size * (layer * model.num_layers + tables)
