@@ -17,6 +17,7 @@ import pytest
 from jaxprefill import SamplingParams
 from tests.folders import write_folder
 from tests.lm_eval_runs import CHOOSING, DOCS, GENERATING, run_lm_eval, samples
+from tests.reference import prompt_logprobs
 from tests.test_serve import Server
 from tests.tiny import TinyCheckpoint
 
@@ -155,6 +156,18 @@ def test_numbers_depend_on_nothing_that_runs_before_or_beside_and_nothing_compil
         task()
         check(rng.randrange(len(PROBES)))
     assert metric(server, "compilations_after_ready_total") == 0
+
+
+def test_every_length_scores_as_the_reference_does(server):
+    """Two prompts a body, so that each bucket is full, nearly full and just passed."""
+    checkpoint, rng = TinyCheckpoint(), np.random.default_rng(3)
+    for length in range(1, 60):
+        prompts = [rng.integers(0, 256, size).tolist() for size in (60 - length, length)]
+        reply = server.post("/v1/completions", **SCORED, prompt=prompts)
+        for prompt, choice in zip(prompts, reply["choices"], strict=True):
+            first, *found, _ = choice["logprobs"]["token_logprobs"]
+            assert first is None
+            np.testing.assert_allclose(found, prompt_logprobs(checkpoint, prompt), atol=1e-4)
 
 
 def test_openais_client_embeds(server, engine):
