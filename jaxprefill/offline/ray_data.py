@@ -35,8 +35,8 @@ class RayPredictor:
     embed        `embedding`
     classify     `label` and `label_scores` by the model's own classifier
 
-    A row whose text is at fault, an empty one for instance, has None there and a reason in
-    `error`.
+    A row whose text is at fault, an empty one for instance, has None there (NaN once Ray has made
+    a table of numbers of it) and a reason in `error`.
     """
 
     def __init__(
