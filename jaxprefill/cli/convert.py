@@ -1,4 +1,4 @@
-"""`jaxprefill convert`: a model as a checkpoint of Orbax, which is read faster."""
+"""`jaxprefill convert`: a model as a checkpoint of Orbax: arrays as the model takes them."""
 
 import argparse
 from dataclasses import asdict
