@@ -222,6 +222,18 @@ def test_results_that_wait_for_an_earlier_one_count_against_memory():
     asyncio.run(check())
 
 
+def test_what_fails_while_lines_are_read_is_what_is_told(files, monkeypatch):
+    source, output = files
+    source.write_bytes(jsonl(request(str(i)) for i in range(2000)))
+
+    def fail(held, data):
+        raise JaxPrefillError("the output is full")
+
+    monkeypatch.setattr(LineOutput, "write", fail)
+    with pytest.raises(JaxPrefillError, match="the output is full"):
+        run(source, output, window=4000)
+
+
 # --- resuming
 
 LIVES = """

@@ -83,7 +83,7 @@ def test_the_next_step_is_dispatched_before_the_last_ones_tokens_are_read(engine
     monkeypatch.setattr(
         type(core),
         "_dispatch",
-        lambda self, batch: events.append("dispatch") or dispatch(self, batch),
+        lambda self, *given: events.append("dispatch") or dispatch(self, *given),
     )
     monkeypatch.setattr(
         type(core), "_read", lambda self, step: events.append("read") or read(self, step)

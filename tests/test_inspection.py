@@ -425,13 +425,15 @@ def store_of(source, folder, *names, without=(), **job):
     """A store of a GPU's engine; `job` are facts of its jobs."""
     store = Store(folder, is_trusted=True)
     for name in names:
+        record = source.compiled(name).record.as_dict()
+        del record["load_s"]  # not known before it is loaded
         entry = StoredExecutable(
             name=name,
             facts={"platform": "gpu", "device_kind": "NVIDIA H200"},
             job=job,
             read=(),
             outputs=[],
-            record=source.compiled(name).record.as_dict(),
+            record=record,
             payload=StoredFile(name="none", sha256="", num_bytes=0),
         )
         texts = {} if name in without else {"hlo": source.open(name).text("hlo")}

@@ -11,6 +11,7 @@ the status is not 200, `error` holds code and message too. A line that is no req
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,12 +113,12 @@ class BatchJob:
             result_bytes=lambda answer: len(answer.text),
             max_items=self._max_items,
         )
-        items = self._items(resumes)
-        try:
-            async for answers in window.results(items):
+        async with (
+            aclosing(self._items(resumes)) as items,
+            aclosing(window.results(items)) as found,
+        ):
+            async for answers in found:
                 self._write(answers)
-        finally:
-            await items.aclose()
 
     def _write(self, answers: list[BatchAnswer]) -> None:
         self._output.write(b"".join(answer.text for answer in answers))

@@ -6,12 +6,16 @@ so does one that is refused, and the refusal is kept with the row's number.
 """
 
 import asyncio
+import base64
 import math
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxprefill.errors import ConfigError, JaxPrefillError
 from jaxprefill.offline.batch import DEFAULT_WINDOW
@@ -100,11 +104,16 @@ def embedding_measure(prefix: str = "", *, dimensions: int | None = None) -> Mea
     """The embedding, a list of numbers; a JSON text in CSV."""
     return Measure(
         path="/v1/embeddings",
-        body={"dimensions": dimensions},
+        body={"dimensions": dimensions, "encoding_format": "base64"},
         field="input",
         columns=(Column(name=f"{prefix}embedding", kind="vector"),),
-        values=lambda reply: [reply["data"][0]["embedding"]],
+        values=lambda reply: [_vector(reply["data"][0]["embedding"])],
     )
+
+
+def _vector(text: str) -> list[float]:
+    numbers: list[float] = np.frombuffer(base64.b64decode(text), "<f4").tolist()
+    return numbers
 
 
 def open_table(source: Source, text_column: str, kind: str | None = None) -> Table:
@@ -220,14 +229,11 @@ class ScoringJob:
             result_bytes=lambda scored: 64 + 32 * len(scored.values),
             max_items=window,
         )
-        rows = self._rows()
-        try:
-            async for scored in found.results(rows):
+        async with aclosing(self._rows()) as rows, aclosing(found.results(rows)) as results:
+            async for scored in results:
                 write([(each.row, each.values) for each in scored])
                 for each in scored:
                     self._count(each)
-        finally:
-            await rows.aclose()
 
     async def _rows(self) -> AsyncGenerator[list[Row]]:
         while (rows := await in_thread(self._table.read)) is not None:
