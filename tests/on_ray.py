@@ -21,7 +21,7 @@ from jaxprefill.remote.ray_serve import deployment
 from tests.tiny import SMALL
 
 TEXTS = [f"number {index} " + "ab" * (index % 7) for index in range(48)]
-TEXTS[5] = ""
+TEXTS[5] = "too long " * 50
 BODY = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "logprobs": 1}
 OPTIONS = SMALL | {"prefill_backend": "eager"}
 

@@ -37,7 +37,8 @@ def test_every_task_adds_its_columns_and_keeps_the_others(engine, monkeypatch):
     texts = ["hello", "abc", "a"]
     greedy = {"temperature": 0, "max_tokens": 3}
     found = Held(monkeypatch, engine, params=greedy)(batch(*texts))
-    assert list(found) == ["text", "id", "generated"] and found["id"].tolist() == [0, 1, 2]
+    assert list(found) == ["text", "id", "generated", "error"]
+    assert found["id"].tolist() == [0, 1, 2] and found["error"].tolist() == [None] * 3
     wanted = engine.generate(texts, SamplingParams(**greedy))
     assert found["generated"].tolist() == [one.text for one in wanted]
     found = Held(monkeypatch, engine, task="perplexity")(batch(*texts))
@@ -98,9 +99,10 @@ def test_a_worker_killed_in_the_middle_loses_no_row(found, engine):
     assert [row["id"] for row in data["rows"]] == list(range(48))
     for row, text in zip(data["rows"], texts, strict=True):
         assert row["text"] == text
-        if not text:
-            assert math.isnan(row["perplexity"]) and "at least one token" in row["error"]
+        if row["id"] == 5:
+            assert row["perplexity"] is None and "maximum context length" in row["error"]
             continue
+        assert row["error"] is None
         logprobs = engine.logprobs([engine.tokenizer.encode(text)])[0]
         assert row["num_tokens"] in (len(logprobs), len(logprobs) + 1)
 

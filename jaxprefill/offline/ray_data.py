@@ -24,6 +24,14 @@ from jaxprefill.request import SamplingParams
 RayTask = Literal["generate", "perplexity", "label", "embed", "classify"]
 Batch = Mapping[str, "np.ndarray[Any, Any]"]
 Columns = dict[str, "np.ndarray[Any, Any]"]
+# Every batch has them all: Ray takes a table's columns from its first block.
+_NEW_COLUMNS: Mapping[RayTask, tuple[str, ...]] = {
+    "generate": ("generated", "error"),
+    "perplexity": ("perplexity", "num_tokens", "error"),
+    "label": ("label", "label_scores", "error"),
+    "embed": ("embedding", "error"),
+    "classify": ("label", "label_scores", "error"),
+}
 
 
 class RayPredictor:
@@ -35,8 +43,8 @@ class RayPredictor:
     embed        `embedding`
     classify     `label` and `label_scores` by the model's own classifier
 
-    A row whose text is at fault, an empty one for instance, has None there (NaN once Ray has made
-    a table of numbers of it) and a reason in `error`.
+    A row whose text is at fault, one too long for instance, has None there and a reason in `error`,
+    which is None for all others. The perplexity of a single token is NaN.
     """
 
     def __init__(
@@ -82,13 +90,14 @@ class RayPredictor:
             "classify": self._classify,
         }
         self._run = found[task]
+        self._new_columns = _NEW_COLUMNS[task]
 
     def __call__(self, batch: Batch) -> Columns:
         """The batch with its new columns."""
         texts = [str(text) for text in batch[self._column]]
         rows = self._rows(texts)
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        return {**batch, **{name: _column([row.get(name) for row in rows]) for name in names}}
+        new = {name: _column([row.get(name) for row in rows]) for name in self._new_columns}
+        return {**batch, **new}
 
     def _rows(self, texts: list[str]) -> list[Mapping[str, Any]]:
         """All at once, and one by one only if one of them is at fault."""
