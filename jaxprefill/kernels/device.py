@@ -158,6 +158,11 @@ def prefers_weight_first(num_rows: int, dtype: jnp.dtype) -> bool:
     return is_few and dtype == jnp.float32 and jax.default_backend() == "cpu"
 
 
+def product_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """Of products in this type: those of float32 are not rounded to TensorFloat-32."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
 def spin_until_ready(array: Shaped[Array, "..."]) -> None:
     """Waits for a GPU's result without giving the processor away, for some milliseconds.
 

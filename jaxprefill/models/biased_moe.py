@@ -3,17 +3,16 @@
 Weights stay as checkpoints have them, [experts, inputs, outputs].
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from jaxprefill.config import ModelConfig
-from jaxprefill.models.layers import WeightByLayer, linear, parameter
-from jaxprefill.models.moe import route, run_experts
+from jaxprefill.kernels.device import product_precision
+from jaxprefill.models.layers import linear, parameter
+from jaxprefill.models.moe import expert_weight, route, run_experts
 from jaxprefill.models.sharding import all_reduce
 from jaxprefill.moe_config import MoeConfig
 
@@ -44,12 +43,14 @@ class BiasedMoe(nnx.Module):
         return all_reduce(made, self.config)
 
     def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
-        pairs = _product(rows, _pick(self.gate_up[...], expert))
-        pairs = (pairs + _pick(self.gate_up_bias[...], expert)).reshape(len(rows), -1, 2)
+        pairs = _product(rows, expert_weight(self.gate_up[...], expert))
+        pairs = (pairs + expert_weight(self.gate_up_bias[...], expert)).reshape(len(rows), -1, 2)
         gated = clamped_glu(pairs[..., 0], pairs[..., 1], self.moe)
         # Devices add up their parts: each adds its share of the bias.
-        bias = _pick(self.down_bias[...], expert).astype(jnp.float32) / self.config.num_shards
-        return _product(gated, _pick(self.down[...], expert)) + bias
+        bias = (
+            expert_weight(self.down_bias[...], expert).astype(jnp.float32) / self.config.num_shards
+        )
+        return _product(gated, expert_weight(self.down[...], expert)) + bias
 
 
 def clamped_glu(
@@ -61,14 +62,6 @@ def clamped_glu(
     return (up + 1) * gate * jax.nn.sigmoid(moe.gate_gain * gate)
 
 
-def _pick(
-    weight: Shaped[Array, "experts ..."] | WeightByLayer, expert: Int32[Array, ""]
-) -> Shaped[Array, "..."]:
-    """One expert's part of a stack."""
-    pick = partial(lax.dynamic_index_in_dim, index=expert, keepdims=False)
-    return weight.apply(pick) if isinstance(weight, WeightByLayer) else pick(weight)
-
-
 def _product(
     rows: Float[Array, "B inputs"], weight: Float[Array, "inputs outputs"]
 ) -> Float[Array, "B outputs"]:
@@ -77,6 +70,6 @@ def _product(
         rows.astype(weight.dtype),
         weight,
         (((1,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+        precision=product_precision(weight.dtype),
         preferred_element_type=jnp.float32,
     )

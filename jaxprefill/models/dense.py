@@ -28,7 +28,7 @@ from jaxprefill.models.layers import (
     rotary_table,
     rotate,
 )
-from jaxprefill.models.moe import MoeMlp
+from jaxprefill.models.moe import MoeMlp, expert_sources
 from jaxprefill.models.quantized import SCALE
 from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.models.sharding import LogicalAxes, all_reduce, look_up
@@ -262,7 +262,7 @@ class DenseDecoder(nnx.Module):
             found["gate_up"] = fused(gate_up, "weight", (config.mlp_size,) * 2)
             found["down"] = fused((down,), "weight")
         else:
-            found |= _expert_sources(f"{name}.mlp", config.moe.num_experts)
+            found |= expert_sources(f"{name}.mlp", config.moe.num_experts)
         if config.has_qkv_bias:
             found["qkv_bias"] = fused(qkv, "bias", qkv_rows)
         if config.has_output_bias:
@@ -276,15 +276,3 @@ class DenseDecoder(nnx.Module):
         if config.has_sinks:
             found["sinks"] = Fused((f"{name}.self_attn.sinks",))
         return found
-
-
-def _expert_sources(name: str, num_experts: int) -> dict[str, Fused]:
-    """The sources of `MoeMlp`, with one tensor an expert and projection."""
-    experts = [f"{name}.experts.{expert}" for expert in range(num_experts)]
-    pairs = [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")]
-    down = [f"{expert}.down_proj.weight" for expert in experts]
-    return {
-        "moe.router": Fused((f"{name}.gate.weight",)),
-        "moe.gate_up": Fused(tuple(pairs), is_stacked=True),
-        "moe.down": Fused(tuple(down), is_stacked=True),
-    }

@@ -14,8 +14,7 @@ GEMMA_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-_DEFAULTS = {
-    "max_position_embeddings": 8192,
+GEMMA_DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "rms_norm_eps": 1e-6,
@@ -23,6 +22,9 @@ _DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+}
+_DEFAULTS = GEMMA_DEFAULTS | {
+    "max_position_embeddings": 8192,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }

@@ -7,19 +7,12 @@ from typing import Any, cast
 from jaxprefill.config import ModelConfig
 from jaxprefill.errors import CheckpointError
 from jaxprefill.models.dense import DenseDecoder
-from jaxprefill.models.gemma2 import GEMMA_NORMS, read_gemma
+from jaxprefill.models.gemma2 import GEMMA_DEFAULTS, GEMMA_NORMS, read_gemma
 from jaxprefill.models.hf_rope import read_rope
 from jaxprefill.models.hf_values import HfValues
 
-_DEFAULTS = {
+_DEFAULTS = GEMMA_DEFAULTS | {
     "max_position_embeddings": 131072,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
     "sliding_window_pattern": 6,
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
@@ -37,9 +30,10 @@ class Gemma3(DenseDecoder):
         """See `DenseDecoder.read_config`."""
         values = {**_DEFAULTS, **hf}
         full, sliding = _split_rope(values)
-        every = HfValues(values).integer("sliding_window_pattern")
+        given = HfValues(values)
+        every = given.integer("sliding_window_pattern")
         config = read_gemma(full, every=every, has_qk_norm=True)
-        limit = HfValues(values).integer("max_position_embeddings")  # already stretched
+        limit = given.integer("max_position_embeddings")  # already stretched
         config = replace(config, context_length=limit)
         if config.sliding_window is None or config.sliding_window >= limit:
             raise CheckpointError(

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxprefill.config import ModelConfig
-from jaxprefill.errors import CheckpointError, ConfigError
 from jaxprefill.models.decoder import Fused
 from jaxprefill.models.dense import DenseDecoder
 from jaxprefill.models.hf_config import read_dense
-from jaxprefill.models.hf_values import HfValues
+from jaxprefill.models.hf_values import HfValues, config_errors
 from jaxprefill.moe_config import MoeConfig
 
 _YARN = {
@@ -53,7 +52,7 @@ class GptOss(DenseDecoder):
             "rope_scaling": None,
         }
         has_bias = given.flag("attention_bias", True)
-        try:
+        with config_errors():
             moe = MoeConfig(
                 num_experts=given.integer("num_local_experts"),
                 num_chosen=given.integer("num_experts_per_tok"),
@@ -61,8 +60,6 @@ class GptOss(DenseDecoder):
                 clamp=given.number("swiglu_limit"),
                 gate_gain=given.number("swiglu_alpha"),
             )
-        except ConfigError as error:
-            raise CheckpointError(f"config.json: {error}") from error
         return read_dense(
             HfValues(values, _DEFAULTS),
             sliding_from=0,

@@ -6,9 +6,9 @@ What an architecture's file adds are its own defaults and flags.
 from typing import Any
 
 from jaxprefill.config import Activation, ModelConfig
-from jaxprefill.errors import CheckpointError, ConfigError
+from jaxprefill.errors import CheckpointError
 from jaxprefill.models.hf_rope import read_rope, stretched_context
-from jaxprefill.models.hf_values import HfValues
+from jaxprefill.models.hf_values import HfValues, config_errors
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -49,7 +49,7 @@ def read_dense(
     window, layers = None, ()
     if sliding_from is not None:
         window, layers = _read_window(hf, num_layers, sliding_from, context)
-    try:
+    with config_errors():
         return ModelConfig(
             architecture=hf.text_list("architectures")[0],
             vocab_size=hf.integer("vocab_size"),
@@ -68,8 +68,6 @@ def read_dense(
             activation=_read_activation(hf),
             **own,
         )
-    except ConfigError as error:
-        raise CheckpointError(f"config.json: {error}") from error
 
 
 def _read_window(

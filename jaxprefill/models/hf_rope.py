@@ -8,8 +8,8 @@ import math
 from typing import Any, get_args
 
 from jaxprefill.config import RopeConfig, RopeKind
-from jaxprefill.errors import CheckpointError, ConfigError
-from jaxprefill.models.hf_values import HfValues
+from jaxprefill.errors import CheckpointError
+from jaxprefill.models.hf_values import HfValues, config_errors
 
 _ALIASES = {"su": "longrope"}  # its name when Phi-3 appeared
 _WHERE = "config.json: RoPE parameters"
@@ -28,11 +28,9 @@ def read_rope(hf: HfValues, *, head_dim: int, is_partial: bool) -> RopeConfig:
     share = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
     dim = int(head_dim * share) if is_partial or kind != "default" else head_dim
     own = _READERS[kind](hf, rope) if kind in _READERS else {}
-    try:
+    with config_errors():
         rotary_dim = None if dim == head_dim else dim
         return RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim, **own)
-    except ConfigError as error:
-        raise CheckpointError(f"config.json: {error}") from error
 
 
 def _read_kind(given: dict[str, Any]) -> RopeKind:

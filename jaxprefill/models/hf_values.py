@@ -1,10 +1,20 @@
 """Typed look-ups in a config.json; errors name key, rule and value. Imports no jax."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from jaxprefill.errors import CheckpointError
+from jaxprefill.errors import CheckpointError, ConfigError
+
+
+@contextmanager
+def config_errors() -> Generator[None]:
+    """What is made of a config.json finds a value out of range: the file is at fault."""
+    try:
+        yield
+    except ConfigError as error:
+        raise CheckpointError(f"config.json: {error}") from error
 
 
 class HfValues:

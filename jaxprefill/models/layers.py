@@ -17,6 +17,7 @@ from jaxprefill.kernels.device import (
     NARROW_ROWS,
     prefers_narrow_results,
     prefers_weight_first,
+    product_precision,
 )
 from jaxprefill.models.sharding import LogicalAxes
 
@@ -84,7 +85,7 @@ def linear(
     multiply = partial(
         lax.dot_general,
         dimension_numbers=(((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+        precision=product_precision(weight.dtype),
         preferred_element_type=weight.dtype if is_narrow else jnp.float32,
     )
     rows = x.astype(weight.dtype)
@@ -110,15 +111,14 @@ def rms_norm(
 
     `offset` is added to the weights.
     """
-    x = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     factors = weight.astype(jnp.float32)
-    return x * scale * (factors + offset if offset else factors)
+    return unit_rms(x, eps) * (factors + offset if offset else factors)
 
 
-def soft_cap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
-    """Values bent into (-cap, cap) by tanh; None: as they are."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
+def unit_rms(x: Float[Array, "*rows E"], eps: float) -> Float[Array, "*rows E"]:
+    """RMS norm without a weight, in float32."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def gated_mlp(

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.config import ModelConfig
+from jaxprefill.models.decoder import Fused
 from jaxprefill.models.expert_blocks import block_rows, combine, plan_blocks
 from jaxprefill.models.layers import WeightByLayer, gated_mlp, linear, parameter
 from jaxprefill.models.sharding import all_reduce
@@ -88,14 +89,14 @@ def run_experts(
 
 
 def expert_weight(
-    weight: Shaped[Array, "stacked rows columns"] | WeightByLayer,
+    weight: Shaped[Array, "stacked rows ..."] | WeightByLayer,
     expert: Int32[Array, ""],
     num_parts: int = 1,
-) -> Shaped[Array, "outputs columns"]:
-    """One expert's matrix out of a stack that holds `num_parts` matrices for each expert."""
+) -> Shaped[Array, "outputs ..."]:
+    """One expert's part of a stack that holds `num_parts` matrices, or vectors, for each expert."""
 
-    def pick(stack: Shaped[Array, "stacked rows columns"]) -> Shaped[Array, "outputs columns"]:
-        whole = stack.reshape(-1, num_parts * stack.shape[1], stack.shape[2])
+    def pick(stack: Shaped[Array, "stacked rows ..."]) -> Shaped[Array, "outputs ..."]:
+        whole = stack.reshape(-1, num_parts * stack.shape[1], *stack.shape[2:])
         return lax.dynamic_index_in_dim(whole, expert, keepdims=False)
 
     return weight.apply(pick) if isinstance(weight, WeightByLayer) else pick(weight)
@@ -126,3 +127,15 @@ class MoeMlp(nnx.Module):
         gate_up = linear(rows, expert_weight(self.gate_up[...], expert, num_parts=2))
         gated = gated_mlp(gate_up, self.config.activation)
         return linear(gated, expert_weight(self.down[...], expert))
+
+
+def expert_sources(name: str, num_experts: int) -> dict[str, Fused]:
+    """The sources of `MoeMlp`, with one tensor an expert and projection."""
+    experts = [f"{name}.experts.{expert}" for expert in range(num_experts)]
+    pairs = [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")]
+    down = [f"{expert}.down_proj.weight" for expert in experts]
+    return {
+        "moe.router": Fused((f"{name}.gate.weight",)),
+        "moe.gate_up": Fused(tuple(pairs), is_stacked=True),
+        "moe.down": Fused(tuple(down), is_stacked=True),
+    }

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxprefill.config import ModelConfig
-from jaxprefill.errors import CheckpointError, ConfigError
+from jaxprefill.errors import CheckpointError
 from jaxprefill.models.dense import DenseDecoder
 from jaxprefill.models.hf_config import read_dense
-from jaxprefill.models.hf_values import HfValues
+from jaxprefill.models.hf_values import HfValues, config_errors
 from jaxprefill.models.qwen2 import QWEN_DEFAULTS
 from jaxprefill.moe_config import MoeConfig
 
@@ -36,14 +36,12 @@ class Qwen3Moe(DenseDecoder):
         size = values.integer("moe_intermediate_size")
         has_bias = values.flag("attention_bias", False)
         is_windowed = values.flag("use_sliding_window", False)
-        try:
+        with config_errors():
             moe = MoeConfig(
                 num_experts=values.integer("num_experts", values.integer("num_local_experts", 128)),
                 num_chosen=values.integer("num_experts_per_tok"),
                 is_normalized=values.flag("norm_topk_prob", False),
             )
-        except ConfigError as error:
-            raise CheckpointError(f"config.json: {error}") from error
         return read_dense(
             HfValues({**hf, "intermediate_size": size}, _DEFAULTS),
             sliding_from=0 if is_windowed else None,

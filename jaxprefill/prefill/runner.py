@@ -10,7 +10,7 @@ from jaxprefill.device_state import DeviceState
 from jaxprefill.errors import CapacityError, FallbackError
 from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
 from jaxprefill.prefill.policy import Fallback, PrefillPolicy
-from jaxprefill.prefill.vote import Ballot, ballot_of, decide_batch, decide_in_group
+from jaxprefill.prefill.vote import Ballot, decide_batch, decide_in_group
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,10 @@ class PrefillRunner:
         """
         if group is None:
             decision = decide_batch(self._policy, batch)
-            group = ballot_of(self._policy, batch)
         else:
             decision = decide_in_group(self._policy, batch, group)
         if isinstance(decision, Fallback):
-            self._run_fallback(state, batch, decision, group)
+            self._run_fallback(state, batch, decision, batch if group is None else group)
         else:
             self._run(state, batch, self._executables[decision.key], self._path)
 
@@ -87,17 +86,19 @@ class PrefillRunner:
                 if on_ran is not None:
                     on_ran(f"{path} {key}")
 
-    def _run_fallback(self, state: DeviceState, batch: Batch, why: Fallback, group: Ballot) -> None:
+    def _run_fallback(
+        self, state: DeviceState, batch: Batch, why: Fallback, counts: Batch | Ballot
+    ) -> None:
         if self._is_strict:
             raise FallbackError(
                 f"strict_prefill: no executable takes this batch: {why}; "
                 "widen prefill_buckets, full_prefill_max_req or prefill_max_context"
             )
-        key = self._fallback_ladder.pick(group.num_tokens, group.max_context)
+        key = self._fallback_ladder.pick(counts.num_tokens, counts.max_context)
         if key is None:
             raise CapacityError(
                 f"the eager fallback holds {self._fallback_ladder.keys[0]} (tokens x requests x "
-                f"context), the batch has {group.num_tokens} tokens, context {group.max_context}"
+                f"context), the batch has {counts.num_tokens} tokens, context {counts.max_context}"
             )
         if why.reason not in self._counters.fallbacks:
             logger.warning("prefill falls back to the eager path: %s", why)

@@ -15,7 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from jaxprefill.device_state import StateShapes
-from jaxprefill.models.layers import linear, soft_cap
+from jaxprefill.kernels.attention.api import bend
+from jaxprefill.models.layers import linear
 from jaxprefill.prefill.compiler import CompileJob
 from jaxprefill.request import MAX_TOP_LOGPROBS
 from jaxprefill.sampling.pack import NUM_WORDS, mask_words
@@ -48,7 +49,7 @@ class HeadFunctions:
         rows: Int32[Array, " r"],
     ) -> Float32[Array, "r own"]:
         with jax.named_scope("head"):
-            return soft_cap(linear(hidden[rows], head), self.soft_cap)
+            return bend(linear(hidden[rows], head), self.soft_cap)
 
     def greedy(
         self,
@@ -124,7 +125,7 @@ class HeadFunctions:
         """The raw logit of each line's (row, id); multiplies only the head's rows it needs."""
         rows, ids = hidden[buffer[:, 0]].astype(head.dtype), buffer[:, 1]
         weights = head[ids % len(head)].astype(jnp.float32)
-        found = soft_cap(jnp.sum(rows.astype(jnp.float32) * weights, axis=-1), self.soft_cap)
+        found = bend(jnp.sum(rows.astype(jnp.float32) * weights, axis=-1), self.soft_cap)
         return self.split.of_owner(found, ids, len(head))
 
 

@@ -117,3 +117,8 @@ def write_kv(
     page = jnp.where(kv_rows == NO_ROW, num_pages, kv_rows // page_size + first_page)
     new = as_stored(jnp.stack([k, v]).transpose(0, 2, 1, 3), pool.dtype)  # [2, K, T, D]
     return pool.at[:, :, page, kv_rows % page_size].set(new, mode="drop")
+
+
+def bend(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+    """Values bent into (-cap, cap) by tanh, a soft cap; None: as they are."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

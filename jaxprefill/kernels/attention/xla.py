@@ -18,10 +18,12 @@ from jaxprefill.kernels.attention.api import (
     AttentionBackend,
     RaggedBatch,
     as_numbers,
+    bend,
     write_kv,
 )
 from jaxprefill.kernels.attention.capabilities import CAUSAL, AttentionSpec, Capabilities
 from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
+from jaxprefill.kernels.device import product_precision
 
 _MASKED = -1e30
 _MAX_BLOCK_K = 128
@@ -221,14 +223,12 @@ def _online_softmax(
     batch = tuple(range(queries.ndim - 2))
     dot = functools.partial(
         lax.dot_general,
-        precision=lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None,
+        precision=product_precision(queries.dtype),
         preferred_element_type=jnp.float32,
     )
     last = queries.ndim - 1
     scores = dot(queries, keys, (((last,), (last,)), (batch, batch)))
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(visible, scores, _MASKED)
+    scores = jnp.where(visible, bend(scores, soft_cap), _MASKED)
     new_top = jnp.maximum(top, scores.max(-1))
     weights, scale = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
     added = dot(weights.astype(values.dtype), values, (((last,), (last - 1,)), (batch, batch)))

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxprefill.kernels.attention import RaggedBatch
+from jaxprefill.kernels.device import product_precision
 from jaxprefill.models.deepseek_v4.pages import PagedPool
 
 _LOWEST = -1e30
@@ -70,12 +71,12 @@ class Softmax(NamedTuple):
     ) -> "Softmax":
         """With more keys, which are values too: all queries' or, with three axes, each its own."""
         own = "q" if keys.ndim == 3 else ""
-        exact = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+        precision = product_precision(keys.dtype)
         logits = jnp.einsum(
             f"qhd,{own}kd->qhk",
             q.astype(keys.dtype),
             keys,
-            precision=exact,
+            precision=precision,
             preferred_element_type=jnp.float32,
         )
         logits = jnp.where(is_seen[:, None], logits, _LOWEST)
@@ -86,7 +87,7 @@ class Softmax(NamedTuple):
             f"qhk,{own}kd->qhd",
             weights.astype(keys.dtype),
             keys,
-            precision=exact,
+            precision=precision,
             preferred_element_type=jnp.float32,
         )
         total = self.total * scale + weights.sum(-1)

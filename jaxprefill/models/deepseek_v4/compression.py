@@ -220,8 +220,7 @@ def _keep(
     unit: int,
 ) -> PagedPool:
     """The state with the sums of the last units of each page."""
-    in_page = state.page_size // unit
-    kept = min(2, in_page)
+    in_page, kept = state.page_size // unit, kept_units(unit, state.page_size)
     is_followed = (units.number % in_page + kept < in_page) & (
         units.number + kept <= last[units.slot]
     )

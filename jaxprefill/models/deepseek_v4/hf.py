@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxprefill.config import ModelConfig, RopeConfig
-from jaxprefill.errors import CheckpointError, ConfigError
+from jaxprefill.errors import CheckpointError
 from jaxprefill.latent_config import LatentConfig, LayerKind
 from jaxprefill.models.decoder import Fused
 from jaxprefill.models.deepseek_v4.modules import latent_of
 from jaxprefill.models.hf_rope import read_rope
-from jaxprefill.models.hf_values import HfValues
+from jaxprefill.models.hf_values import HfValues, config_errors
+from jaxprefill.models.moe import expert_sources
 from jaxprefill.moe_config import MoeConfig
 
 _DEFAULTS = {
@@ -68,7 +69,7 @@ def read_deepseek(given: Mapping[str, Any]) -> ModelConfig:
                 f"config.json: {name} must be {wanted!r} for DeepSeek-V4, got {hf.get(name)!r}"
             )
     num_layers = hf.integer("num_hidden_layers", most=10_000)
-    try:
+    with config_errors():
         return ModelConfig(
             architecture=hf.text_list("architectures")[0],
             vocab_size=hf.integer("vocab_size"),
@@ -92,8 +93,6 @@ def read_deepseek(given: Mapping[str, Any]) -> ModelConfig:
             ),
             latent=_read_latent(hf, num_layers),
         )
-    except ConfigError as error:
-        raise CheckpointError(f"config.json: {error}") from error
 
 
 def _read_latent(hf: HfValues, num_layers: int) -> LatentConfig:
@@ -228,17 +227,10 @@ def _compressor_sources(name: str, size: int) -> dict[str, Fused]:
 
 def _moe_sources(config: ModelConfig, name: str, *, is_hashed: bool) -> dict[str, Fused]:
     assert config.moe is not None, "every layer has experts"
-    experts = [f"{name}.experts.{expert}" for expert in range(config.moe.num_experts)]
-    pairs = [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")]
     shared = tuple(f"{name}.shared_experts.{part}_proj.weight" for part in ("gate", "up"))
     choice = ("table", "tid2eid") if is_hashed else ("bias", "e_score_correction_bias")
-    return {
-        "moe.router": Fused((f"{name}.gate.weight",)),
+    return expert_sources(name, config.moe.num_experts) | {
         f"moe.{choice[0]}": Fused((f"{name}.gate.{choice[1]}",)),
-        "moe.gate_up": Fused(tuple(pairs), is_stacked=True),
-        "moe.down": Fused(
-            tuple(f"{expert}.down_proj.weight" for expert in experts), is_stacked=True
-        ),
         "moe.shared_gate_up": Fused(shared, (config.mlp_size,) * 2),
         "moe.shared_down": Fused((f"{name}.shared_experts.down_proj.weight",)),
     }

@@ -179,14 +179,12 @@ class DeepseekV4Layer(nnx.Module):
         """Writes the entries that the new tokens complete, and the state they leave, to `held`."""
         entries, held[f"{name}_state"] = compress(compressor, normed, batch, held[f"{name}_state"])
         pool, rate = held[name], compressor.rate
-        made = compressor.finish(entries.pooled, self._entry_table(entries.number * rate))
+        table = compressed_table(self.config, entries.number * rate)
+        made = compressor.finish(entries.pooled, table)
         last = (entries.number + 1) * rate - 1
         column = jnp.clip(last // pool.page_size, 0, batch.page_table.shape[1] - 1)
         page = batch.page_table[entries.slot, column]
         held[name] = pool.write(page, pool.row_of(last, rate), made[None], entries.is_used)
-
-    def _entry_table(self, positions: Int32[Array, " C"]) -> Float[Array, "2 C half"]:
-        return compressed_table(self.config, positions)
 
     def _core(
         self,

@@ -9,8 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxprefill.config import ModelConfig
+from jaxprefill.kernels.device import product_precision
 from jaxprefill.latent_config import LatentConfig, LayerKind
-from jaxprefill.models.layers import linear, parameter, rms_norm
+from jaxprefill.models.layers import linear, parameter, rms_norm, unit_rms
 from jaxprefill.models.moe import expert_weight, route, run_experts
 from jaxprefill.moe_config import MoeConfig
 
@@ -36,12 +37,6 @@ def rotate_tail(
     even, odd = tail[..., 0::2], tail[..., 1::2]
     turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
     return jnp.concatenate([rest, turned.reshape(tail.shape).astype(x.dtype)], axis=-1)
-
-
-def unit_rms(x: Float[Array, "*rows E"], eps: float) -> Float[Array, "*rows E"]:
-    """RMS norm without a weight, in float32."""
-    x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def clamped_mlp(gate_up: Float[Array, "T twice"], limit: float) -> Float[Array, "T half"]:
@@ -186,13 +181,13 @@ def index_scores(
 ) -> Float[Array, "T S"]:
     """Sum over heads of weight * relu(q . k), float32."""
     dots = jnp.einsum(
-        "tid,sd->tis", q, keys, precision=_precision(keys), preferred_element_type=jnp.float32
+        "tid,sd->tis",
+        q,
+        keys,
+        precision=product_precision(keys.dtype),
+        preferred_element_type=jnp.float32,
     )
     return jnp.einsum("tis,ti->ts", jax.nn.relu(dots), weights, precision=lax.Precision.HIGHEST)
-
-
-def _precision(x: Float[Array, "..."]) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 class LatentAttention(nnx.Module):
@@ -244,7 +239,7 @@ class LatentAttention(nnx.Module):
             "tgi,goi->tgo",
             rows.astype(weight.dtype),
             weight.reshape(groups, rank, -1),
-            precision=_precision(weight),
+            precision=product_precision(weight.dtype),
             preferred_element_type=jnp.float32,
         )
         return made.reshape(len(attended), -1)
