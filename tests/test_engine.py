@@ -356,8 +356,8 @@ def test_interrupts_at_any_moment_leave_an_engine_that_works(checkpoint):
         wanted = made.generate(["abc"], params)[0].token_ids
         for index in range(12):
             timer = threading.Timer(0.003 + 0.0017 * index, signal.raise_signal, [signal.SIGINT])
-            timer.start()
             with pytest.raises(KeyboardInterrupt):
+                timer.start()  # a slow machine is interrupted in here
                 while True:
                     made.generate(["abc" * 5], params)
             timer.join()
