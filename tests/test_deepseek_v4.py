@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.cache.kv_cache import pool_shapes
@@ -28,9 +27,7 @@ from jaxprefill.prefill.compiler import CPU_OPTIONS
 from jaxprefill.prefill.forward import Body
 from jaxprefill.prefill.padding import BufferLayout, pad
 from jaxprefill.request import SamplingParams
-from jaxprefill.weights.huggingface import HuggingFaceCheckpoint
-from jaxprefill.weights.load import check_names, load_leaves
-from tests.folders import write_json
+from jaxprefill.weights.load import load_leaves
 from tests.tiny import TensorsCheckpoint, tiny_engine
 
 PATH = Path(__file__).parent / "data" / "oracle" / "deepseek_v4.npz"
@@ -254,6 +251,9 @@ def test_config_json_without_lists_means_the_published_models():
         ({"mlp_layer_types": ["dense"] * 4}, "must be of hash_moe, moe, got 'dense'"),
         ({"compress_rates": {"compressed_sparse_attention": 3}}, "a power of two, got 3"),
         ({"num_experts_per_tok": 7}, "num_chosen must be 1 to the 6 experts"),
+        ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc' for DeepSeek-V4"),
+        ({"mlp_layer_types": None, "num_hash_layers": "3"}, "num_hash_layers must be 0 to .*'3'"),
+        ({"layer_types": None, "compress_ratios": 4}, "compress_ratios must be a list, got 4"),
     ],
 )
 def test_what_is_not_supported_is_named(change, message):
@@ -268,13 +268,3 @@ def test_the_plan_asks_for_one_device_and_pages_of_whole_windows():
         make_plan(EngineConfig(page_size=2), checkpoint().config, device)
     with pytest.raises(ConfigError, match="tensor_parallel_size must be 1 for DeepseekV4"):
         make_plan(EngineConfig(tensor_parallel_size=2), checkpoint().config, device)
-
-
-def test_a_folder_holds_experts_of_token_ids_as_whole_numbers(tmp_path):
-    write_json(tmp_path / "config.json", fixture_config())
-    table = "model.layers.0.mlp.gate.tid2eid"
-    tensors = checkpoint().tensors | {table: checkpoint().tensors[table].astype(np.int64)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    found = HuggingFaceCheckpoint(tmp_path)
-    check_names(found)
-    np.testing.assert_array_equal(found.read(table), tensors[table])

@@ -31,6 +31,9 @@ def test_a_llama_of_transformers_4():
     assert config.windows == (None, None, None)
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -105,7 +108,26 @@ def test_rope_that_differs_by_layer_type_is_refused():
             dict(rope_scaling=LONGROPE, original_max_position_embeddings=1),
             "original_max_position_embeddings must be at least 2, got 1",
         ),
-        (dict(quantization_config={"quant_method": "gptq"}), "quantization_config is set"),
+        (
+            dict(quantization_config={"quant_method": "gptq"}),
+            "must have quant_method fp8 and a weight_block_size, got 'gptq' and None: other quant",
+        ),
+        (
+            dict(quantization_config=FP8 | {"fmt": "e5m2"}),
+            "quantization_config: fmt must be one of e4m3, got 'e5m2'; use other weights",
+        ),
+        (
+            dict(quantization_config=FP8, expert_dtype="int3"),
+            "expert_dtype must be one of fp8, fp4, got 'int3'",
+        ),
+        (
+            dict(quantization_config=FP8 | {"weight_block_size": [128]}),
+            r"weight_block_size must be two integers, got \[128\]",
+        ),
+        (
+            dict(quantization_config=FP8 | {"weight_block_size": [128, 0]}),
+            "weight_block_size: columns must be a positive integer, got 0",
+        ),
     ],
 )
 def test_what_is_missing_wrong_or_unsupported_is_named(changes, message):

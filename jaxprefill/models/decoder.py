@@ -12,6 +12,8 @@ from jaxprefill.kernels.attention.api import Attend
 # One array for each pool of the model's CacheSpec, in its order.
 Pools = tuple[Shaped[Array, "_ _ _ _ _"], ...]  # [parts, K, P, S, D]
 
+TensorIndex = tuple[int | slice, ...]  # where in a stored tensor; (): the whole
+
 
 class LayerInputs(NamedTuple):
     """What every layer of a pass reads besides hidden state and cache.
@@ -121,4 +123,12 @@ class Decoder(Protocol):
     @classmethod
     def sources(cls, config: ModelConfig) -> dict[str, Fused]:
         """Parameter path -> the checkpoint tensors it is made of; every tensor appears once."""
+        ...
+
+    @classmethod
+    def parts_of(cls, name: str, shape: tuple[int, ...]) -> dict[str, TensorIndex]:
+        """The tensors that one stored under this name holds; none if nothing needs it.
+
+        By the names that `sources` has, though perhaps without `model.` in front.
+        """
         ...

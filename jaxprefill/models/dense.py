@@ -17,7 +17,7 @@ from jaxprefill.cache.spec import CacheSpec, PoolSpec
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention.api import Attend
 from jaxprefill.models.biased_moe import BiasedMoe
-from jaxprefill.models.decoder import Fused, LayerInputs, Pools
+from jaxprefill.models.decoder import Fused, LayerInputs, Pools, TensorIndex
 from jaxprefill.models.layers import (
     ScaledWeight,
     WeightByLayer,
@@ -241,6 +241,11 @@ class DenseDecoder(nnx.Module):
             sources |= {f"layers.{layer}.{path}": fused for path, fused in own.items()}
         sources["norms"] = Fused((*norms, "model.norm.weight"), is_stacked=True)
         return sources
+
+    @classmethod
+    def parts_of(cls, name: str, shape: tuple[int, ...]) -> dict[str, TensorIndex]:
+        """See `decoder.Decoder`: names are those of Hugging Face."""
+        return {name: ()}
 
     @classmethod
     def layer_sources(cls, config: ModelConfig, name: str) -> dict[str, Fused]:

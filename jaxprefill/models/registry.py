@@ -12,6 +12,7 @@ from jaxprefill.models.gemma2 import Gemma2
 from jaxprefill.models.gemma3 import Gemma3
 from jaxprefill.models.gpt_oss import GptOss
 from jaxprefill.models.hf_heads import read_head, with_lm_head
+from jaxprefill.models.hf_quantization import read_block_size
 from jaxprefill.models.llama import Llama
 from jaxprefill.models.mistral import Mistral
 from jaxprefill.models.phi3 import Phi3
@@ -42,14 +43,10 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
             `model_type` where there is none; readers of other formats pass a mapping like it.
 
     Raises:
-        CheckpointError: the architecture, its RoPE kind or another choice is not supported, or a
-            key is missing or wrong; names it and lists what is supported.
+        CheckpointError: the architecture, its RoPE kind, its quantisation or another choice is not
+            supported, or a key is missing or wrong; names it and lists what is supported.
     """
-    if hf.get("quantization_config") is not None:
-        raise CheckpointError(
-            "config.json: quantization_config is set, and quantised weights in safetensors are "
-            "not supported; use the model's unquantised weights or a GGUF file"
-        )
+    read_block_size(hf)
     named = hf.get("architectures")
     if named is not None and not isinstance(named, (list, tuple)):
         raise CheckpointError(

@@ -3,21 +3,26 @@
 Files are mapped, and a tensor is copied when it is read. Pickles are never opened.
 """
 
+import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxprefill.errors import CheckpointError, listed
+from jaxprefill.models.decoder import TensorIndex
 from jaxprefill.weights.json_file import read_object
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _READABLE = ("F32", "F16", "BF16")
 _TABLE, _WHOLE_NUMBERS = ".tid2eid", ("I32", "I64")  # experts of each token id
+# Types that the safetensors library has no NumPy array for.
+_EIGHT_BITS = {"F8_E4M3": jnp.dtype("float8_e4m3fn"), "F8_E8M0": jnp.dtype("float8_e8m0fnu")}
 _SOME = 8  # names that a message lists
 
 
@@ -27,11 +32,13 @@ class StoredTensor:
 
     Attributes:
         dtype: as the format names it: F32, BF16 and so on.
+        values: of an eight-bit float, mapped; None: `handle` has them.
     """
 
     shape: tuple[int, ...]
     dtype: str
     handle: Any
+    values: np.ndarray | None = None
 
 
 class SafetensorsFiles:
@@ -61,18 +68,18 @@ class SafetensorsFiles:
                 )
             self.tensors |= held
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor's values, in the type they are stored in.
+    def read(self, name: str, at: TensorIndex = ()) -> np.ndarray:
+        """A tensor's values, or some of them, in the type they are stored in.
 
         Raises:
-            CheckpointError: there is no such tensor, its type is not read, or the file is damaged.
+            CheckpointError: the file is damaged.
         """
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise CheckpointError(f"{self.folder}: no tensor named {name!r}")
-        self.require_readable(name)
+        tensor = self.tensors[name]
         try:
-            return tensor.handle.get_tensor(name)
+            if tensor.values is not None:
+                return tensor.values[at]
+            handle = tensor.handle
+            return handle.get_slice(name)[at] if at else handle.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.folder}: cannot read {name!r}: {error}") from error
 
@@ -148,11 +155,25 @@ def _open(path: Path) -> dict[str, StoredTensor]:
             piece = handle.get_slice(name)
             shape = tuple(piece.get_shape())
             found[name] = StoredTensor(shape=shape, dtype=piece.get_dtype(), handle=handle)
-        return found
+        eight = {name: tensor for name, tensor in found.items() if tensor.dtype in _EIGHT_BITS}
+        return found | (_mapped(path, eight) if eight else {})
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: must be a whole safetensors file, but {error}; fetch it again"
         ) from error
+
+
+def _mapped(path: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The same with their values: a file is the length of its header, the header, and bytes."""
+    data = np.memmap(path, np.uint8, "r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        first, end = header[name]["data_offsets"]
+        values = data[start + first : start + end].view(_EIGHT_BITS[tensor.dtype])
+        found[name] = replace(tensor, values=values.reshape(tensor.shape))
+    return found
 
 
 def _listed(names: set[str]) -> str:

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 
 from jaxprefill.models.registry import read_config
+from jaxprefill.weights.huggingface import HuggingFaceCheckpoint
 from tests.oracle.cases import SIZES, VOCAB
 from tests.tiny import TensorsCheckpoint, tiny_engine
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.oracle import deepseek
 from tests.oracle.transformers_model import hidden_rows, make_model, prompt_logprobs, weights
 
 pytestmark = pytest.mark.slow
@@ -72,3 +74,13 @@ def test_a_random_model_equals_transformers(architecture, seed):
             np.testing.assert_allclose(np.array(found[1:], float), wanted, atol=1e-4)
         for ids, found in zip(prompts, engine.embed(prompts, normalize=False), strict=True):
             np.testing.assert_allclose(found, hidden_rows(model, ids)[-1], atol=2e-4)
+
+
+def test_a_deepseek_v4_that_transformers_saved_is_read_back(tmp_path):
+    model = deepseek.make_model()
+    model.save_pretrained(tmp_path)
+    found, wanted = HuggingFaceCheckpoint(tmp_path), deepseek.tensors(model)
+    assert found.names() == wanted.keys()
+    for name, value in wanted.items():
+        assert found.shape(name) == value.shape
+        np.testing.assert_array_equal(found.read(name), value, err_msg=name)

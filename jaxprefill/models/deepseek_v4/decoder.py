@@ -9,10 +9,11 @@ from jaxtyping import Array, Float, Int32
 
 from jaxprefill.cache.spec import CacheSpec
 from jaxprefill.config import ModelConfig
-from jaxprefill.models.decoder import Fused
-from jaxprefill.models.deepseek_v4.hf import read_deepseek, sources_of
+from jaxprefill.models.decoder import Fused, TensorIndex
+from jaxprefill.models.deepseek_v4.hf import read_deepseek
 from jaxprefill.models.deepseek_v4.layer import DeepseekV4Layer, cache_spec, compressed_table
 from jaxprefill.models.deepseek_v4.modules import HyperHead, latent_of
+from jaxprefill.models.deepseek_v4.names import parts_of, sources_of
 from jaxprefill.models.layers import parameter, rms_norm, rotary_table
 from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.models.sharding import look_up
@@ -67,3 +68,8 @@ class DeepseekV4(nnx.Module):
     def sources(cls, config: ModelConfig) -> dict[str, Fused]:
         """See `decoder.Decoder`."""
         return sources_of(config)
+
+    @classmethod
+    def parts_of(cls, name: str, shape: tuple[int, ...]) -> dict[str, TensorIndex]:
+        """See `decoder.Decoder`."""
+        return parts_of(name, shape)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's config.json and tensor names, as transformers 5 writes them."""
+"""DeepSeek-V4's config.json, as it is published and as transformers 5 writes it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,11 +6,8 @@ from typing import Any
 from jaxprefill.config import ModelConfig, RopeConfig
 from jaxprefill.errors import CheckpointError
 from jaxprefill.latent_config import LatentConfig, LayerKind
-from jaxprefill.models.decoder import Fused
-from jaxprefill.models.deepseek_v4.modules import latent_of
 from jaxprefill.models.hf_rope import read_rope
 from jaxprefill.models.hf_values import HfValues, config_errors
-from jaxprefill.models.moe import expert_sources
 from jaxprefill.moe_config import MoeConfig
 
 _DEFAULTS = {
@@ -53,6 +50,7 @@ _ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
+    "topk_method": "noaux_tc",
 }
 
 
@@ -123,7 +121,10 @@ def _read_kinds(hf: HfValues, num_layers: int) -> tuple[LayerKind, ...]:
         known: dict[Any, LayerKind] = dict(_KINDS)
         named: tuple[Any, ...] = hf.text_list("layer_types")
     elif hf.get("compress_ratios") is not None:
-        known, named = dict(_KIND_OF_RATIO), tuple(hf.get("compress_ratios"))
+        ratios = hf.get("compress_ratios")
+        if not isinstance(ratios, (list, tuple)):
+            raise CheckpointError(f"config.json: compress_ratios must be a list, got {ratios!r}")
+        known, named = dict(_KIND_OF_RATIO), tuple(ratios)
     else:
         known = {"heavy": "heavy", "sparse": "sparse"}
         named = tuple("sparse" if at > 2 and at % 2 else "heavy" for at in range(num_layers))
@@ -142,6 +143,10 @@ def _read_kinds(hf: HfValues, num_layers: int) -> tuple[LayerKind, ...]:
 def _read_hash_layers(hf: HfValues, num_layers: int) -> tuple[bool, ...]:
     if hf.get("mlp_layer_types") is None:
         count = hf.get("num_hash_layers")
+        if not isinstance(count, int) or count < 0:
+            raise CheckpointError(
+                f"config.json: num_hash_layers must be 0 to {num_layers}, got {count!r}"
+            )
         return tuple(at < count for at in range(num_layers))
     named = hf.text_list("mlp_layer_types")[:num_layers]
     for unknown in set(named) - {"hash_moe", "moe"}:
@@ -168,69 +173,3 @@ def _read_rope(hf: HfValues, label: str) -> RopeConfig:
     context = hf.integer("max_position_embeddings")
     values = {"rope_parameters": own, "max_position_embeddings": context}
     return read_rope(HfValues(values), head_dim=head_dim, is_partial=True)
-
-
-def sources_of(config: ModelConfig) -> dict[str, Fused]:
-    """See `decoder.Decoder.sources`."""
-    sources = {"embedding": Fused(("model.embed_tokens.weight",))}
-    if config.has_own_head:
-        sources["head"] = Fused(("lm_head.weight",))
-    norms: list[str] = []
-    for layer in range(config.num_layers):
-        name = f"model.layers.{layer}"
-        norms += [f"{name}.input_layernorm.weight", f"{name}.post_attention_layernorm.weight"]
-        own = _layer_sources(config, layer, name)
-        sources |= {f"layers.{layer}.{path}": fused for path, fused in own.items()}
-    sources["norms"] = Fused((*norms, "model.norm.weight"), is_stacked=True)
-    for ours, theirs in (("function", "hc_fn"), ("base", "hc_base"), ("scale", "hc_scale")):
-        sources[f"hyper_head.{ours}"] = Fused((f"model.hc_head.{theirs}",))
-    return sources
-
-
-def _layer_sources(config: ModelConfig, layer: int, name: str) -> dict[str, Fused]:
-    latent = latent_of(config)
-    kind, attention, moe = latent.layer_kinds[layer], f"{name}.self_attn", f"{name}.mlp"
-    down = (f"{attention}.q_a_proj.weight", f"{attention}.kv_proj.weight")
-    found = {
-        "attention.down": Fused(down, (latent.query_rank, config.head_dim)),
-        "attention.query": Fused((f"{attention}.q_b_proj.weight",)),
-        "attention.group": Fused((f"{attention}.o_a_proj.weight",)),
-        "attention.output": Fused((f"{attention}.o_b_proj.weight",)),
-        "attention.query_norm": Fused((f"{attention}.q_a_norm.weight",)),
-        "attention.key_norm": Fused((f"{attention}.kv_norm.weight",)),
-        "attention.sinks": Fused((f"{attention}.sinks",)),
-    }
-    if kind != "sliding":
-        parts = 2 if kind == "sparse" else 1
-        own = _compressor_sources(f"{attention}.compressor", parts * config.head_dim)
-        found |= {f"attention.compressor.{path}": fused for path, fused in own.items()}
-    if kind == "sparse":
-        indexer = f"{attention}.compressor.indexer"
-        own = _compressor_sources(indexer, 2 * latent.index_dim)
-        found |= {f"attention.indexer.compressor.{path}": fused for path, fused in own.items()}
-        found["attention.indexer.query"] = Fused((f"{indexer}.q_b_proj.weight",))
-        found["attention.indexer.weight"] = Fused((f"{indexer}.scorer.weights_proj.weight",))
-    for ours, theirs in (("attention_mixing", "attn_hc"), ("mlp_mixing", "ffn_hc")):
-        for part, tensor in (("function", "fn"), ("base", "base"), ("scale", "scale")):
-            found[f"{ours}.{part}"] = Fused((f"{name}.{theirs}.{tensor}",))
-    return found | _moe_sources(config, moe, is_hashed=latent.hash_layers[layer])
-
-
-def _compressor_sources(name: str, size: int) -> dict[str, Fused]:
-    pair = (f"{name}.kv_proj.weight", f"{name}.gate_proj.weight")
-    return {
-        "kv_gate": Fused(pair, (size, size)),
-        "bias": Fused((f"{name}.position_bias",)),
-        "norm": Fused((f"{name}.kv_norm.weight",)),
-    }
-
-
-def _moe_sources(config: ModelConfig, name: str, *, is_hashed: bool) -> dict[str, Fused]:
-    assert config.moe is not None, "every layer has experts"
-    shared = tuple(f"{name}.shared_experts.{part}_proj.weight" for part in ("gate", "up"))
-    choice = ("table", "tid2eid") if is_hashed else ("bias", "e_score_correction_bias")
-    return expert_sources(name, config.moe.num_experts) | {
-        f"moe.{choice[0]}": Fused((f"{name}.gate.{choice[1]}",)),
-        "moe.shared_gate_up": Fused(shared, (config.mlp_size,) * 2),
-        "moe.shared_down": Fused((f"{name}.shared_experts.down_proj.weight",)),
-    }

@@ -1,0 +1,75 @@
+"""Weights of eight or four bits with a scale for each block, as checkpoints are published.
+
+    F8_E4M3   a block is `weight_block_size` of config.json; those at the ends are cut off
+    I8, U8    two e2m1 numbers a byte, the low four bits first; a block is 32 of a row
+
+Scales are numbers, or powers of two: E8M0, whose bits may be called U8.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from jaxprefill.errors import CheckpointError
+from jaxprefill.weights.safetensors_files import StoredTensor
+
+_E8M0 = jnp.dtype("float8_e8m0fnu")
+_BYTES = ("I8", "U8")
+_POWERS = ("F8_E8M0", "U8")
+_SCALES = ("F32", "BF16", "F16", *_POWERS)
+_FP4_BLOCK = (1, 32)
+_SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_SIZES, -_SIZES])
+
+
+def scaled_shape(weight: StoredTensor) -> tuple[int, ...]:
+    """The shape of the numbers that the tensor holds."""
+    *rows, columns = weight.shape
+    return (*rows, columns * (2 if weight.dtype in _BYTES else 1))
+
+
+def require_scaled(
+    name: str, weight: StoredTensor, scales: StoredTensor, block: tuple[int, int] | None
+) -> None:
+    """Raises CheckpointError unless `dequantize` can take the two."""
+    if weight.dtype not in ("F8_E4M3", *_BYTES) or scales.dtype not in _SCALES:
+        raise CheckpointError(
+            f"tensor {name!r} with scales must have type F8_E4M3, I8 or U8 and its scales one of "
+            f"{', '.join(_SCALES)}, got {weight.dtype} and {scales.dtype}; use other weights"
+        )
+    if block is None:
+        raise CheckpointError(
+            f"tensor {name!r} has scales, so config.json must hold a quantization_config with "
+            "their weight_block_size; fetch it again"
+        )
+    shape, sides = scaled_shape(weight), _FP4_BLOCK if weight.dtype in _BYTES else block
+    wanted = tuple(-(-size // side) for size, side in zip(shape, sides, strict=False))
+    if len(shape) != 2 or scales.shape != wanted:
+        raise CheckpointError(
+            f"tensor {name!r} of shape {list(shape)} must have scales of shape {list(wanted)}, one "
+            f"a block of {sides[0]} x {sides[1]}, got {list(scales.shape)}; the files do not match "
+            "their configuration"
+        )
+
+
+def dequantize(
+    values: Shaped[np.ndarray, "rows _"],
+    scales: Shaped[np.ndarray, "_ _"],
+    block: tuple[int, int],
+) -> Float[np.ndarray, "rows columns"]:
+    """The weight: bfloat16 where scales are powers of two, as all of its bits fit; else float32."""
+    if values.dtype.name in ("int8", "uint8"):
+        values, block = _unpacked(values.view(np.uint8)), _FP4_BLOCK
+    if is_exact := scales.dtype.name in ("uint8", _E8M0.name):
+        scales = scales.view(_E8M0)
+    weight = values.astype(np.float32)
+    factors = scales.astype(np.float32).repeat(block[1], axis=1)[:, : weight.shape[1]]
+    for at, row in enumerate(factors):
+        weight[at * block[0] : (at + 1) * block[0]] *= row
+    return weight.astype(jnp.bfloat16) if is_exact else weight
+
+
+def _unpacked(pairs: Shaped[np.ndarray, "rows half"]) -> Float[np.ndarray, "rows columns"]:
+    """The numbers of bytes that hold two each."""
+    both = np.stack([_E2M1[pairs & 15], _E2M1[pairs >> 4]], axis=-1)
+    return both.reshape(len(pairs), -1)
