@@ -18,6 +18,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 PoolingKind = Literal["last", "mean"]
 ClassActivation = Literal["softmax", "sigmoid", "none"]
 Quantization = Literal["int8", "float8_e4m3fn"]
+KernelKind = Literal["xla", "pallas_triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,7 @@ class ModelConfig:
         has_lm_head: whether there are logits of next tokens, or hidden rows only.
         quantization: the type of the layers' matrices where it is not that of everything else;
             each row of outputs has a scale then.
+        kernels: what experts run in, in the config of one device's part.
         num_shards: devices that share the model, in the config of one's part; the sizes are then
             those of the part (`models.sharding.share_of`).
     """
@@ -155,6 +157,7 @@ class ModelConfig:
     classifier: ClassifierConfig | None = None
     has_lm_head: bool = True
     quantization: Quantization | None = None
+    kernels: KernelKind = "xla"
     num_shards: int = 1
 
     def __post_init__(self) -> None:

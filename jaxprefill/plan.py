@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxprefill.cache.spec import CacheSpec
-from jaxprefill.config import EngineConfig, ModelConfig
+from jaxprefill.config import EngineConfig, KernelKind, ModelConfig
 from jaxprefill.errors import ConfigError
 from jaxprefill.kernels.attention import AttentionBackend, AttentionNeeds, select_backend
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.decoder import attention_specs
+from jaxprefill.models.moe import choose_kernels
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import share_of
 from jaxprefill.prefill.backend import PrefillPath, choose_prefill_backend
@@ -48,6 +49,7 @@ class EnginePlan:
         sample_rows, score_rows: row counts of the LM head; none where the model lacks it.
         pool_rows: row count of what makes embeddings and reads the classifier.
         ladder_origin: where the buckets come from, where neither the user nor the default says.
+        kernels: what experts run in.
         path: what prefill executables are: `config.prefill_backend`, or chosen.
         path_why: why, where the user left it open.
         cache_spec: what one device keeps per token.
@@ -71,6 +73,7 @@ class EnginePlan:
     score_rows: tuple[int, ...]
     pool_rows: int
     path: PrefillPath
+    kernels: KernelKind = "xla"
     ladder_origin: str = ""
     path_why: str = ""
 
@@ -161,8 +164,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     slots = min(config.full_prefill_max_req or max_running, max_running)
     # XLA's CPU compiler would convert every weight for one row of bfloat16.
     smallest = 2 if is_cpu and dtype == jnp.bfloat16 else 1
-    has_head = model.has_lm_head
-    row_counts = slot_buckets(max_running, smallest=smallest) if has_head else ()
+    row_counts = slot_buckets(max_running, smallest=smallest) if model.has_lm_head else ()
     return EnginePlan(
         config=config,
         model=model,
@@ -180,9 +182,10 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
             coarse_buckets(buckets[-1], factor=16 if is_cpu else 4), max_running, (context,)
         ),
         sample_rows=row_counts,
-        score_rows=() if not has_head else (16, 128) if is_cpu else (16, 256),
+        score_rows=() if not row_counts else (16, 128) if is_cpu else (16, 256),
         pool_rows=min(max_running, 16),
         path=path,
+        kernels=_resolve_kernels(config, share, device, dtype),
         path_why=why,
     )
 
@@ -190,6 +193,17 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
 def _resolve_dtype(config: EngineConfig, device: DeviceInfo) -> jnp.dtype:
     auto = "bfloat16" if device.has_bf16_matmul else "float32"
     return jnp.dtype(auto if config.dtype == "auto" else config.dtype)
+
+
+def _resolve_kernels(
+    config: EngineConfig, share: ModelConfig, device: DeviceInfo, dtype: jnp.dtype
+) -> KernelKind:
+    return choose_kernels(
+        share,
+        attention_backend=config.attention_backend,
+        platform=device.platform,
+        dtype=dtype.name,
+    )
 
 
 def _attention_needs(

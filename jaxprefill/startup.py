@@ -14,7 +14,7 @@ from jaxprefill.compat import no_compilation_cache, use_compilation_cache
 from jaxprefill.core import EngineCore
 from jaxprefill.fingerprint import engine_facts
 from jaxprefill.kernels.attention.xla import XLA
-from jaxprefill.kernels.self_check import check_attention, check_products
+from jaxprefill.kernels.self_check import check_attention, check_experts, check_products
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import Leaves, model_tree
 from jaxprefill.plan import EnginePlan
@@ -128,7 +128,7 @@ def prepare(checkpoint: Checkpoint, plan: EnginePlan) -> Assembly:
     if plan.config.compile_cache != "off":
         use_compilation_cache(plan.config.compile_cache)
     mesh = make_mesh(plan.config.tensor_parallel_size)
-    tree = model_tree(plan.model, plan.dtype, mesh)
+    tree = model_tree(plan.model, plan.dtype, mesh, kernels=plan.kernels)
     check_shapes(checkpoint, tree)
     return Assembly(plan, tree, mesh, num_valid=checkpoint.tokenizer.vocab_size)
 
@@ -196,6 +196,8 @@ def check_kernels(plan: EnginePlan) -> None:
         )
     if uses_fused_layers(model, plan.backend, platform=plan.device.platform, dtype=plan.dtype.name):
         check_products(plan.dtype)
+    if plan.kernels == "pallas_triton":
+        check_experts(plan.dtype)
 
 
 def _identity(plan: EnginePlan) -> str:

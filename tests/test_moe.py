@@ -7,7 +7,7 @@ import pytest
 
 from jaxprefill.config import MoeConfig
 from jaxprefill.errors import CheckpointError, ConfigError
-from jaxprefill.models.expert_blocks import block_capacity, block_rows, plan_blocks
+from jaxprefill.kernels.experts.blocks import block_capacity, block_rows, plan_blocks
 from jaxprefill.models.moe import Routing, route, run_experts
 from jaxprefill.models.registry import read_config
 from tests.oracle.cases import CASES
@@ -16,7 +16,7 @@ QWEN3_MOE = next(case for case in CASES if case.name == "qwen3_moe")
 
 
 @pytest.mark.parametrize(
-    "tokens, real, is_skewed", [(1, 1, False), (7, 0, False), (32, 20, True), (96, 90, False)]
+    "tokens, real, is_skewed", [(1, 1, False), (32, 20, True), (96, 90, False)]
 )
 def test_experts_equal_one_product_a_token_and_poisoned_padding_reaches_none(
     tokens, real, is_skewed

@@ -9,6 +9,7 @@ from jaxprefill.errors import KernelError
 from jaxprefill.kernels import self_check
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import gemm
+from jaxprefill.kernels.experts import pallas_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 FLOAT32 = jnp.dtype("float32")
@@ -47,6 +48,13 @@ def test_a_wrong_product_is_named(monkeypatch, kind):
     monkeypatch.setattr(gemm, "_finish", wrong)
     with pytest.raises(KernelError, match=f"pallas_triton {kind} product"):
         self_check.check_products(FLOAT32, interpret=True)
+
+
+def test_wrong_experts_are_named(monkeypatch):
+    apart = pallas_triton._apart
+    monkeypatch.setattr(pallas_triton, "_apart", lambda total: apart(total * 1.01))
+    with pytest.raises(KernelError, match="pallas_triton experts"):
+        self_check.check_experts(FLOAT32, interpret=True)
 
 
 def test_no_number_at_all_is_an_error():

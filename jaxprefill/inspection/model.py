@@ -180,7 +180,7 @@ def full_batch(plan: EnginePlan, key: ShapeKey, *, is_decode: bool) -> Batch:
 def plan_jobs(plan: EnginePlan, num_valid: int) -> list[CompileJob]:
     """Every job of an engine; `num_valid` ids may be sampled."""
     mesh = make_mesh(plan.config.tensor_parallel_size)
-    tree = model_tree(plan.model, plan.dtype, mesh)
+    tree = model_tree(plan.model, plan.dtype, mesh, kernels=plan.kernels)
     return Assembly(plan, tree, mesh, num_valid=num_valid).jobs()
 
 

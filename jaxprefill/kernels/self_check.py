@@ -24,6 +24,7 @@ from jaxprefill.kernels.decoder_layer.select import (
     choose_head_tiles,
     choose_tiles,
 )
+from jaxprefill.kernels.experts import ExpertWeights, GroupedExperts, combine, plan_blocks
 
 _LIMITS = {"float32": 1e-4, "bfloat16": 1e-2}  # of the error's norm over the result's
 _ROWS, _WIDTH, _DEPTH, _HEAD_DIM, _EPS = 16, 512, 1024, 64, 1e-6
@@ -64,6 +65,39 @@ def check_products(dtype: jnp.dtype, *, interpret: bool = False) -> None:
     for name, ours, plain in _products(dtype, interpret=interpret):
         found, expected = jax.jit(ours)(), jax.jit(plain)()
         _compare(f"pallas_triton {name} product", found, expected, dtype)
+
+
+def check_experts(dtype: jnp.dtype, *, interpret: bool = False) -> None:
+    """Two products of grouped rows; `interpret` runs them on any device.
+
+    Raises:
+        KernelError: names the kernel, its error and the limit.
+    """
+    rng = np.random.default_rng(1)
+    num_experts, width, size = 3, 64, 96
+
+    def draw(*shape: int) -> Float[Array, "..."]:
+        return jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
+
+    weights = ExpertWeights(draw(2 * num_experts, size, width), draw(num_experts, width, size))
+    chosen = jnp.asarray(rng.permuted(np.tile([0, 0, 2], (_ROWS, 1)), axis=1)[:, :1], jnp.int32)
+    x, scores = draw(_ROWS, width), jnp.ones((_ROWS, 1))
+
+    def ours() -> Float[Array, "T E"]:
+        grouped = GroupedExperts(weights, lambda gate, up: gate * up, interpret=interpret)
+        rows = grouped.block_rows(_ROWS, num_experts)
+        blocks = plan_blocks(chosen, jnp.int32(_ROWS), num_experts, rows)
+        return combine(grouped(x, blocks), blocks, scores)
+
+    def plain() -> Float[Array, "T E"]:
+        exact = [weight.astype(jnp.float32) for weight in (weights.gate_up, weights.down)]
+        with jax.default_matmul_precision("highest"):
+            both = jnp.einsum("ti,moi->mto", x.astype(jnp.float32), exact[0])
+            made = jnp.einsum("eti,eoi->teo", both[0::2] * both[1::2], exact[1])
+        return jnp.take_along_axis(made, chosen[..., None], axis=1)[:, 0]
+
+    found, expected = jax.jit(ours)(), jax.jit(plain)()
+    _compare("pallas_triton experts", found, expected, dtype)
 
 
 def _attend(

@@ -3,6 +3,8 @@
 Weights stay as checkpoints have them, [experts, inputs, outputs].
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,6 +13,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.device import product_precision
+from jaxprefill.kernels.experts import ExpertWeights, GroupedExperts
 from jaxprefill.models.layers import linear, parameter
 from jaxprefill.models.moe import expert_weight, route, run_experts
 from jaxprefill.models.sharding import all_reduce
@@ -39,8 +42,25 @@ class BiasedMoe(nnx.Module):
         with jax.named_scope("moe.router"):
             logits = linear(normed, self.router[...]) + self.router_bias[...]
             routing = route(logits, self.moe)
-        made = run_experts(normed, routing, num_tokens, self.moe.num_experts, self._expert)
+        made = run_experts(
+            normed,
+            routing,
+            num_tokens,
+            self.moe.num_experts,
+            self._expert,
+            grouped=self._grouped(),
+        )
         return all_reduce(made, self.config)
+
+    def _grouped(self) -> GroupedExperts | None:
+        if self.config.kernels == "xla":
+            return None
+        weights = ExpertWeights(
+            self.gate_up[...], self.down[...], self.gate_up_bias[...], self.down_bias[...]
+        )
+        return GroupedExperts(
+            weights, partial(clamped_glu, moe=self.moe), bias_share=1 / self.config.num_shards
+        )
 
     def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
         pairs = _product(rows, expert_weight(self.gate_up[...], expert))

@@ -126,6 +126,13 @@ def gated_mlp(
 ) -> Float[Array, "T half"]:
     """activation(gate) * up, for a fused projection whose first half is the gate."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return gated(gate, up, activation)
+
+
+def gated(
+    gate: Float[Array, "T half"], up: Float[Array, "T half"], activation: Activation = "silu"
+) -> Float[Array, "T half"]:
+    """activation(gate) * up."""
     if activation == "silu":
         return jax.nn.silu(gate) * up
     return jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up

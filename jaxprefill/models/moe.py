@@ -5,6 +5,7 @@ experts' rows, never with experts times tokens.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,10 +14,18 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
-from jaxprefill.config import ModelConfig
+from jaxprefill.config import KernelKind, ModelConfig
+from jaxprefill.kernels.experts import (
+    ExpertBlocks,
+    ExpertWeights,
+    GroupedExperts,
+    block_rows,
+    combine,
+    lacks_grouped_experts,
+    plan_blocks,
+)
 from jaxprefill.models.decoder import Fused
-from jaxprefill.models.expert_blocks import block_rows, combine, plan_blocks
-from jaxprefill.models.layers import WeightByLayer, gated_mlp, linear, parameter
+from jaxprefill.models.layers import WeightByLayer, gated, gated_mlp, linear, parameter
 from jaxprefill.models.sharding import all_reduce
 from jaxprefill.moe_config import MoeConfig
 
@@ -66,26 +75,50 @@ def run_experts(
     num_tokens: Int32[Array, ""],
     num_experts: int,
     mlp: ExpertMlp,
+    *,
+    grouped: GroupedExperts | None = None,
 ) -> Float[Array, "T E"]:
     """What the chosen experts give together; zeros for padding tokens.
 
-    A loop over the blocks that hold real tokens: each reads its expert's weights once.
+    Args:
+        rows: of the tokens.
+        routing: of the same.
+        num_tokens: the real ones, which come first.
+        num_experts: of the layer.
+        mlp: one block's, in plain JAX.
+        grouped: the kernel that does all blocks' in its place.
     """
-    tokens, chosen = routing.experts.shape
-    size = block_rows(tokens * chosen, num_experts)
+    choose_size = block_rows if grouped is None else grouped.block_rows
+    size = choose_size(routing.experts.size, num_experts)
     with jax.named_scope("moe.plan"):
         blocks = plan_blocks(routing.experts, num_tokens, num_experts, size)
+    with jax.named_scope("moe.experts"):
+        outputs = _loop_over(blocks, rows, mlp) if grouped is None else grouped(rows, blocks)
+    with jax.named_scope("moe.combine"):
+        return combine(outputs, blocks, routing.weights)
+
+
+def _loop_over(
+    blocks: ExpertBlocks, rows: Float[Array, "T E"], mlp: ExpertMlp
+) -> Float[Array, "N B E"]:
+    """A step for each block that holds real tokens: it reads its expert's weights once."""
 
     def step(at: Int32[Array, ""], outputs: Float[Array, "N B E"]) -> Float[Array, "N B E"]:
         taken = jnp.take(rows, blocks.tokens[at], axis=0, mode="fill", fill_value=0)
         made = mlp(taken, blocks.experts[at]).astype(outputs.dtype)
         return lax.dynamic_update_index_in_dim(outputs, made, at, 0)
 
-    with jax.named_scope("moe.experts"):
-        outputs = jnp.zeros((*blocks.tokens.shape, rows.shape[1]), jnp.float32)
-        outputs = lax.fori_loop(0, blocks.num_blocks, step, outputs)
-    with jax.named_scope("moe.combine"):
-        return combine(outputs, blocks, routing.weights)
+    outputs = jnp.zeros((*blocks.tokens.shape, rows.shape[1]), jnp.float32)
+    return lax.fori_loop(0, blocks.num_blocks, step, outputs)
+
+
+def choose_kernels(
+    config: ModelConfig, *, attention_backend: str, platform: str, dtype: str
+) -> KernelKind:
+    """What the experts of one device's part run in: plain JAX where that is asked, or must be."""
+    lack = lacks_grouped_experts(config.hidden_size, config.mlp_size, dtype, config.activation)
+    is_plain = platform != "gpu" or attention_backend == "xla" or lack is not None
+    return "xla" if config.moe is None or is_plain else "pallas_triton"
 
 
 def expert_weight(
@@ -120,13 +153,26 @@ class MoeMlp(nnx.Module):
         """What the MLP adds to the residual stream; only the first `num_tokens` rows count."""
         with jax.named_scope("moe.router"):
             routing = route(linear(normed, self.router[...]), self.moe)
-        made = run_experts(normed, routing, num_tokens, self.moe.num_experts, self._expert)
+        made = run_experts(
+            normed,
+            routing,
+            num_tokens,
+            self.moe.num_experts,
+            self._expert,
+            grouped=self._grouped(),
+        )
         return all_reduce(made, self.config)
+
+    def _grouped(self) -> GroupedExperts | None:
+        if self.config.kernels == "xla":
+            return None
+        weights = ExpertWeights(self.gate_up[...], self.down[...])
+        return GroupedExperts(weights, partial(gated, activation=self.config.activation))
 
     def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
         gate_up = linear(rows, expert_weight(self.gate_up[...], expert, num_parts=2))
-        gated = gated_mlp(gate_up, self.config.activation)
-        return linear(gated, expert_weight(self.down[...], expert))
+        made = gated_mlp(gate_up, self.config.activation)
+        return linear(made, expert_weight(self.down[...], expert))
 
 
 def expert_sources(name: str, num_experts: int) -> dict[str, Fused]:

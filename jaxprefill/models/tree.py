@@ -3,7 +3,7 @@
 jit flattens custom pytrees in Python on every call; a tuple of arrays it flattens in C++.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int32
 
-from jaxprefill.config import ModelConfig
+from jaxprefill.config import KernelKind, ModelConfig
 from jaxprefill.errors import ConfigError
 from jaxprefill.models.decoder import Decoder, DecoderLayer
 from jaxprefill.models.layers import WeightByLayer, weight_by_layer
@@ -83,13 +83,17 @@ class ModelTree:
         return None if self.config.classifier is None else self.leaf(leaves, "classifier")
 
 
-def model_tree(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> ModelTree:
+def model_tree(
+    config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, *, kernels: KernelKind = "xla"
+) -> ModelTree:
     """The structure of a model whose layers are shared out over `mesh`, no array made.
+
+    `kernels` is what its experts run in.
 
     Raises:
         ConfigError: the model cannot be shared out evenly, or not be quantised.
     """
-    share = share_of(config, mesh.size)
+    share = replace(share_of(config, mesh.size), kernels=kernels)
     model = nnx.eval_shape(lambda: model_class(config)(share, dtype))
     graph, state = nnx.split(model)
     flat = _flat_shapes(state)

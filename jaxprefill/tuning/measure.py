@@ -66,7 +66,7 @@ class ShapeMeasurer:
             )
         check_names(checkpoint)
         mesh = make_mesh(plan.config.tensor_parallel_size)
-        tree = model_tree(plan.model, plan.dtype, mesh)
+        tree = model_tree(plan.model, plan.dtype, mesh, kernels=plan.kernels)
         check_shapes(checkpoint, tree)
         self._plan = plan
         self._known: dict[ShapeKey, tuple[Executable, Batch, int]] = {}

@@ -1,5 +1,6 @@
 """The weights of a layer and the products that need no other token. Knows no cache."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.device import product_precision
+from jaxprefill.kernels.experts import ExpertWeights, GroupedExperts
 from jaxprefill.latent_config import LatentConfig, LayerKind
 from jaxprefill.models.layers import linear, parameter, rms_norm, unit_rms
 from jaxprefill.models.moe import expert_weight, route, run_experts
@@ -42,6 +44,13 @@ def rotate_tail(
 def clamped_mlp(gate_up: Float[Array, "T twice"], limit: float) -> Float[Array, "T half"]:
     """silu(gate) * up, each cut at the limit first."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return clamped(gate, up, limit)
+
+
+def clamped(
+    gate: Float[Array, "T half"], up: Float[Array, "T half"], limit: float
+) -> Float[Array, "T half"]:
+    """The same of halves that are apart."""
     return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
 
 
@@ -275,11 +284,19 @@ class HashedMoe(nnx.Module):
             routing = route(logits, moe, chosen=self.table[...][ids])
         else:
             routing = route(logits, moe, bias=self.bias[...])
-
-        def expert_mlp(rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
-            gate_up = linear(rows, expert_weight(self.gate_up[...], expert, num_parts=2))
-            return linear(clamped_mlp(gate_up, limit), expert_weight(self.down[...], expert))
-
         shared = clamped_mlp(linear(normed, self.shared_gate_up[...]), limit)
-        routed = run_experts(normed, routing, num_tokens, moe.num_experts, expert_mlp)
+        routed = run_experts(
+            normed, routing, num_tokens, moe.num_experts, self._expert, grouped=self._grouped()
+        )
         return routed + linear(shared, self.shared_down[...])
+
+    def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
+        gate_up = linear(rows, expert_weight(self.gate_up[...], expert, num_parts=2))
+        made = clamped_mlp(gate_up, latent_of(self.config).swiglu_limit)
+        return linear(made, expert_weight(self.down[...], expert))
+
+    def _grouped(self) -> GroupedExperts | None:
+        if self.config.kernels == "xla":
+            return None
+        weights = ExpertWeights(self.gate_up[...], self.down[...])
+        return GroupedExperts(weights, partial(clamped, limit=latent_of(self.config).swiglu_limit))
