@@ -20,6 +20,7 @@ from jaxprefill.kernels.attention import AttentionBackend
 from jaxprefill.models.quantized import SCALE
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import make_mesh, replicated
+from jaxprefill.models.stacks import can_view, stack_leaves
 from jaxprefill.models.tree import ModelTree, model_tree
 from jaxprefill.prefill.buckets import ShapeKey, slot_buckets
 from jaxprefill.prefill.compiler import (
@@ -31,7 +32,7 @@ from jaxprefill.prefill.compiler import (
 )
 from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
 from jaxprefill.prefill.forward import Body
-from jaxprefill.prefill.fused import make_body
+from jaxprefill.prefill.fused import make_body, uses_fused_layers
 from jaxprefill.prefill.padding import BufferLayout
 from jaxprefill.prefill.staging import MARK, Staging, mark_job, pinned_sharding
 from jaxprefill.request import SamplingParams
@@ -112,7 +113,12 @@ def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Ri
     """Random weights and cached keys; no executable yet."""
     config, mesh = MODELS[sizes.model], make_mesh()
     tree, everywhere = model_tree(config, dtype, mesh), replicated(mesh)
-    leaves = random_leaves(tree)
+    leaves, stacked = random_leaves(tree), ()
+    is_stacked = uses_fused_layers(
+        config, backend, platform=jax.default_backend(), dtype=dtype.name
+    ) and can_view(mesh.devices.flat[0])
+    if is_stacked:
+        leaves, stacked = stack_leaves(tree, leaves, lambda _: lambda *own: jnp.stack(own))
     pages = sizes.pool_tokens // sizes.page_size
     spec = model_class(config).cache_spec(config)
     pools = pool_shapes(spec, pages, sizes.page_size, dtype=dtype, mesh=mesh)
@@ -122,6 +128,7 @@ def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Ri
 
     state = DeviceState(
         leaves=leaves,
+        stacked=stacked,
         head=tree.head(leaves),
         pools=tuple(map(random_pool, pools)),
         hidden=zeros(sizes.max_tokens, config.hidden_size, dtype=dtype),
@@ -178,7 +185,10 @@ def compile_paths(rig: Rig, wanted: set[tuple[str, ShapeKey]]) -> None:
     for path, key in sorted(wanted):
         layout, platform = rig.layout(key, is_decode=path == "decode"), jax.default_backend()
         if path in ("full", "decode"):
-            body = make_body(rig.tree, rig.backend, layout, platform=platform)
+            body = make_body(
+                rig.tree, rig.backend, layout, platform=platform,
+                has_stacks=bool(rig.state.stacked),
+            )  # fmt: skip
         else:
             body = Body(rig.tree, rig.backend, layout, is_looped=platform == "cpu")
         bodies[path, key] = body
@@ -227,7 +237,7 @@ def _assemble(rig: Rig, path: str, body: Body, done: dict[str, Compiled]) -> Non
     if path in ("full", "decode"):
         everywhere = replicated(make_mesh())
         staging = None if pinned() is None else Staging(body.layout, done[MARK], everywhere)
-        whole = PrefillExecutable(body.layout, done[name], staging)
+        whole = PrefillExecutable(body, done[name], staging)
         whole.bind(rig.state)
         rig.executables[path, key] = whole
         rig.temp_bytes[path, key] = done[name].record.temp_bytes

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Shaped
 
 from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.cache.small_blocks import reserve_small_blocks
@@ -15,13 +16,21 @@ from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState, StateShapes
 from jaxprefill.kernels.attention import pool_dtype
 from jaxprefill.models.sharding import place, replicated, specs_of
+from jaxprefill.models.stacks import (
+    can_view,
+    largest_stack_bytes,
+    layer_parts,
+    stack_leaves,
+    stacked_shapes,
+    weight_bytes,
+)
 from jaxprefill.models.tree import Leaves, ModelTree
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.executable import LayerwiseExecutable, PrefillExecutable
 from jaxprefill.prefill.forward import Body
-from jaxprefill.prefill.fused import make_body
+from jaxprefill.prefill.fused import make_body, uses_fused_layers
 from jaxprefill.prefill.policy import PrefillPolicy
 from jaxprefill.prefill.runner import Executable, PrefillRunner
 from jaxprefill.prefill.staging import MARK, Staging, mark_job, pinned_sharding
@@ -45,6 +54,7 @@ class Assembly:
         self.tree = tree
         self.mesh = mesh
         self.num_valid = min(num_valid, plan.model.vocab_size)
+        self._has_stacks = self._can_stack()
         self.shapes = self._state_shapes()
 
     def jobs(self) -> list[CompileJob]:
@@ -63,7 +73,7 @@ class Assembly:
                 score_rows=plan.score_rows,
                 is_pinned=self._is_staged and self.mesh.size == 1,
             )
-        jobs.append(self._zeros_job())
+        jobs += [self._zeros_job(), *self._stack_jobs()]
         jobs += pooling_jobs(self.shapes, kind=plan.model.pooling.kind, num_rows=plan.pool_rows)
         return [job.over(self.mesh) for job in jobs]
 
@@ -85,8 +95,22 @@ class Assembly:
             case "eager":
                 return {}
 
-    def allocate(self, leaves: Leaves, compiled: dict[str, Compiled] | None = None) -> DeviceState:
-        """The device's arrays: weights as loaded, the rest zero, by an executable of `jobs`."""
+    def allocate(
+        self,
+        leaves: Leaves,
+        compiled: dict[str, Compiled] | None = None,
+        stacked: Leaves = (),
+    ) -> DeviceState:
+        """The device's arrays: weights, the rest zero, by executables of `jobs`.
+
+        `leaves` are as loaded, and become the state's own; or an earlier state's, with `stacked`.
+        """
+        if self._has_stacks and not stacked:
+            leaves, stacked = stack_leaves(
+                self.tree,
+                leaves,
+                lambda name: _stack if compiled is None else compiled[f"stack {name}"].call,
+            )
         job = self._zeros_job().over(self.mesh)
         zeros = jax.jit(job.function) if compiled is None else compiled[job.name].call
         pools, hidden, last_tokens, history, bias = zeros()
@@ -99,6 +123,7 @@ class Assembly:
             history=history,
             bias=bias,
             classifier=self.tree.classifier(leaves),
+            stacked=stacked,
             small_blocks=reserve_small_blocks(replicated(self.mesh)) if self._is_staged else (),
         )
 
@@ -186,6 +211,32 @@ class Assembly:
             sizes=str(own),
         )
 
+    def _can_stack(self) -> bool:
+        """Whether passes shall take stacked weights: views can be had, and there is room."""
+        plan = self.plan
+        dtype, platform = plan.dtype.name, plan.device.platform
+        if self.mesh.size > 1 or not uses_fused_layers(
+            plan.model, plan.backend, platform=platform, dtype=dtype
+        ):
+            return False
+        budget = plan.device.memory_bytes * plan.config.memory_fraction
+        is_small = weight_bytes(self.tree) + largest_stack_bytes(self.tree) <= budget
+        return is_small and can_view(self.mesh.devices.flat[0])
+
+    def _stack_jobs(self) -> list[CompileJob]:
+        """What makes the stacks of the layers' weights, one parameter after another."""
+        if not self._has_stacks:
+            return []
+        return [
+            CompileJob(
+                name=f"stack {name}",
+                function=_stack,
+                arguments=tuple(self.tree.shapes[index] for index in own),
+                is_graph=False,
+            )
+            for name, own in layer_parts(self.tree).items()
+        ]
+
     def _job(self, name: str, body: Body) -> CompileJob:
         return PrefillExecutable.job(name, body, self.shapes, self._pinned())
 
@@ -200,10 +251,10 @@ class Assembly:
     def _executable(
         self, path: str, key: ShapeKey, state: DeviceState, compiled: dict[str, Compiled]
     ) -> PrefillExecutable:
-        layout, staging = self.plan.layout(key, is_decode=path == "decode"), None
+        body, staging = self._whole(key, is_decode=path == "decode"), None
         if self._is_staged:
-            staging = Staging(layout, compiled[MARK], replicated(self.mesh))
-        executable = PrefillExecutable(layout, compiled[f"{path} {key}"], staging)
+            staging = Staging(body.layout, compiled[MARK], replicated(self.mesh))
+        executable = PrefillExecutable(body, compiled[f"{path} {key}"], staging)
         executable.bind(state)
         return executable
 
@@ -227,7 +278,13 @@ class Assembly:
         """The pass as one executable."""
         layout = self.plan.layout(key, is_decode=is_decode)
         platform = self.plan.device.platform
-        return make_body(self.tree, self.plan.backend, layout, platform=platform)
+        return make_body(
+            self.tree,
+            self.plan.backend,
+            layout,
+            platform=platform,
+            has_stacks=self._has_stacks,
+        )
 
     def _body(self, key: ShapeKey) -> Body:
         """The pass that is run layer by layer."""
@@ -254,7 +311,12 @@ class Assembly:
             history=shape(rows, vocab),
             bias=shape(rows, vocab, dtype=np.float32),
             classifier=self.tree.classifier(self.tree.shapes),
+            stacked=stacked_shapes(self.tree) if self._has_stacks else (),
         )
+
+
+def _stack(*layers: Shaped[Array, "..."]) -> Shaped[Array, "layers ..."]:
+    return jnp.stack(layers)
 
 
 def _shard(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -23,6 +23,7 @@ class StateShapes:
     history: jax.ShapeDtypeStruct
     bias: jax.ShapeDtypeStruct
     classifier: jax.ShapeDtypeStruct | None = None
+    stacked: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
 @dataclass
@@ -38,6 +39,8 @@ class DeviceState:
         history: per slot and token id: how often it was generated, plus PROMPT_FLAG if it
             stands in the prompt; kept only for requests with penalties.
         bias: per slot and token id: what is added to its logit.
+        stacked: the leaves as passes take them that pick their layer of stacked weights; those of
+            layers are then views of these. Empty: there are no such passes.
         small_blocks: what keeps room for small arrays free, on a GPU.
     """
 
@@ -49,11 +52,12 @@ class DeviceState:
     history: Int32[Array, "C V"]
     bias: Float32[Array, "C V"]
     classifier: Shaped[Array, "labels E"] | None = None
+    stacked: Leaves = ()
     small_blocks: SmallBlocks = ()
 
     def delete(self, *, has_weights: bool = True) -> None:
         """Frees every array now, rather than when the last reference goes; weights if wanted."""
-        weights = {id(leaf) for leaf in self.leaves}
+        weights = {id(leaf) for leaf in (*self.leaves, *self.stacked)}
         for array in jax.tree.leaves(self):
             if has_weights or id(array) not in weights:
                 array.delete()

@@ -209,8 +209,10 @@ def _identity(plan: EnginePlan) -> str:
 
 def _warmed(assembly: Assembly, leaves: Leaves, compiled: dict[str, Compiled]) -> EngineCore:
     """A core whose executables have run; a loaded one that does not is compiled meanwhile."""
+    stacked: Leaves = ()
     while True:
-        state = assembly.allocate(leaves, compiled)
+        state = assembly.allocate(leaves, compiled, stacked)
+        leaves, stacked = state.leaves, state.stacked
         core = assembly.assemble(state, compiled)
         try:
             warm_up(core, assembly.plan)

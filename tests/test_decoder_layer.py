@@ -9,17 +9,23 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from benchmarks import rig as rigs
+from jaxprefill.assembly import Assembly
+from jaxprefill.config import EngineConfig
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import pallas_triton as layers
 from jaxprefill.kernels.decoder_layer.gemm import GemmTiles
+from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.fused import lacks_fusion
 from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.stacks import stack_leaves, stacked_shapes
 from jaxprefill.models.tree import model_tree
+from jaxprefill.plan import make_plan
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.forward import Body
 from jaxprefill.prefill.fused import FusedBody
 from jaxprefill.prefill.padding import BufferLayout, pad
+from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 SMALL = replace(
@@ -69,13 +75,19 @@ def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles, kind)
     )
     pool = jnp.asarray(rng.normal(size=rig.state.pools[0].shape), jnp.float32)
     batch = rigs.make_batch(rig, [3, num_tokens - 6], 40, is_decode=False)
+    leaves, stacked = stack_leaves(rig.tree, leaves, lambda _: lambda *own: jnp.stack(own))
     found: list[list[np.ndarray]] = []
     for backend, make in ((PALLAS_TRITON, FusedBody), (XLA, Body)):
         layout = BufferLayout(key, backend.tile_shape(*key, page_size=16, is_decode=False), 16)
-        options = {"interpret": True} if make is FusedBody else {}
+        options = {"interpret": True, "has_stacks": True} if make is FusedBody else {}
         body, state = make(rig.tree, backend, layout, **options), rig.state
+        assert body.is_stacked == (make is FusedBody and tiles != "xla")
         out = jax.jit(lambda *operands, body=body: body(*operands))(
-            leaves, (pool,), state.hidden, state.last_tokens, pad(batch, layout)
+            stacked if body.is_stacked else leaves,
+            (pool,),
+            state.hidden,
+            state.last_tokens,
+            pad(batch, layout),
         )
         found.append([np.asarray(out[0][0]), np.asarray(out[1])[: num_tokens - 3]])
     for fused, plain in zip(*found, strict=True):
@@ -107,12 +119,13 @@ def test_a_qwen3_8b_layer_is_five_kernels_on_cuda(
     def words(*shape, dtype=np.int32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    leaves = tuple(words(*leaf.shape, dtype=leaf.dtype) for leaf in tree.shapes)
     pool, hidden = (
         words(2, 8, 64, 16, 128, dtype=jnp.bfloat16),
-        words(2048, 4096, dtype=leaves[0].dtype),
+        words(2048, 4096, dtype=jnp.bfloat16),
     )
-    body = FusedBody(tree, PALLAS_TRITON, layout)
+    body = FusedBody(tree, PALLAS_TRITON, layout, has_stacks=True)
+    given = stacked_shapes(tree) if body.is_stacked else tree.shapes
+    leaves = tuple(words(*leaf.shape, dtype=leaf.dtype) for leaf in given)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         traced = jax.jit(lambda *operands: body(*operands), donate_argnums=(1, 2)).trace(
@@ -140,3 +153,27 @@ def test_what_cannot_be_fused_is_said(changes, where, said):
     asked = {"platform": "gpu", "dtype": "bfloat16"} | where
     lack = lacks_fusion(config, **asked)
     assert lack is None if said is None else said in lack
+
+
+def test_an_engine_of_fused_layers_keeps_its_weights_once_in_stacks():
+    model = tiny_config(
+        hidden_size=64, mlp_size=128, num_q_heads=4, num_kv_heads=2, head_dim=32, has_qk_norm=True
+    )
+    device = DeviceInfo(
+        platform="gpu", kind="NVIDIA H200", memory_bytes=2**30, has_bf16_matmul=True
+    )
+    plan = make_plan(EngineConfig(model="t"), model, device)
+    tree = model_tree(model, jnp.dtype("bfloat16"), make_mesh())
+    assembly = Assembly(plan, tree, make_mesh(), num_valid=250)
+    jobs = {job.name: job for job in assembly.jobs()}
+    stacks = [job for name, job in jobs.items() if name.startswith("stack ")]
+    assert len(stacks) == 5 and len(assembly.shapes.stacked) == 5 + len(tree.paths) - 5 * 2
+    given = [len(jobs[f"prefill {key}"].arguments[0]) for key in plan.ladder.keys]
+    assert given[-1] < given[0] == len(tree.paths), "the smallest shape, and the largest"
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=shape.shape).astype(shape.dtype) for shape in tree.shapes]
+    leaves = tuple(map(jax.device_put, values))
+    views, _ = stack_leaves(tree, leaves, lambda name: jax.jit(jobs[f"stack {name}"].function))
+    for path, value, view in zip(tree.paths, values, views, strict=True):
+        np.testing.assert_array_equal(np.asarray(view), value, err_msg=path)
+    assert sum(leaf.is_deleted() for leaf in leaves) == 5 * 2

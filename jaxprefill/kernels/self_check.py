@@ -149,7 +149,7 @@ def _products(
         "rotated",
         lambda: (
             gemm.project_rotated(
-                stream, heads, rotary, kv_heads=kv_heads, tiles=head_tiles, norm_eps=_EPS,
+                stream, heads, rotary, layer, kv_heads=kv_heads, tiles=head_tiles, norm_eps=_EPS,
                 interpret=interpret,
             )[0].reshape(_ROWS, -1, _HEAD_DIM)
         ),
@@ -158,7 +158,7 @@ def _products(
     yield (
         "gated",
         lambda: gemm.project_gated(
-            stream, gate_up, tiles=gated_tiles, norm_eps=_EPS, interpret=interpret
+            stream, gate_up, layer, tiles=gated_tiles, norm_eps=_EPS, interpret=interpret
         )[0],
         lambda: xla.project_gated(stream, gate_up, norm_eps=_EPS),
     )

@@ -17,19 +17,18 @@ from jaxprefill.prefill.bound import BoundExecutable
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 from jaxprefill.prefill.forward import Body, LayerKind, resolve_ids, unpack, write_hidden
-from jaxprefill.prefill.padding import Buffer, BufferLayout, pad
+from jaxprefill.prefill.padding import Buffer, pad
 from jaxprefill.prefill.staging import Staging
 
 
 class PrefillExecutable:
     """One whole forward pass, one XLA executable."""
 
-    def __init__(
-        self, layout: BufferLayout, compiled: Compiled, staging: Staging | None = None
-    ) -> None:
-        """`compiled` is a body of `layout`; with no `staging` it takes host memory."""
-        self.key = layout.key
-        self._layout = layout
+    def __init__(self, body: Body, compiled: Compiled, staging: Staging | None = None) -> None:
+        """`compiled` is the job of `body`; with no `staging` it takes host memory."""
+        self.key = body.layout.key
+        self._layout = body.layout
+        self._is_stacked = body.is_stacked
         self._compiled = compiled
         self._staging = staging
         self._bound: BoundExecutable | None = None
@@ -40,7 +39,8 @@ class PrefillExecutable:
         Where a buffer is staged, on one device; otherwise nothing changes.
         """
         if self._staging is not None and len(state.hidden.sharding.device_set) == 1:
-            self._bound = BoundExecutable(self._compiled, state.leaves)
+            leaves = state.stacked if self._is_stacked else state.leaves
+            self._bound = BoundExecutable(self._compiled, leaves)
 
     def run(self, state: DeviceState, batch: Batch) -> None:
         """Writes the batch's hidden rows and KV; dispatched, not awaited.
@@ -54,8 +54,9 @@ class PrefillExecutable:
         """The same for a buffer already padded to this shape."""
         words = buffer if self._staging is None else self._staging.put(buffer)
         if self._bound is None:
+            leaves = state.stacked if self._is_stacked else state.leaves
             state.pools, state.hidden = self._compiled.call(
-                state.leaves, state.pools, state.hidden, state.last_tokens, words
+                leaves, state.pools, state.hidden, state.last_tokens, words
             )
         else:
             *pools, state.hidden = self._bound(*state.pools, state.hidden, state.last_tokens, words)
@@ -69,7 +70,8 @@ class PrefillExecutable:
     ) -> CompileJob:
         """What must be compiled; `pinned` is where a staged buffer lies."""
         buffer = jax.ShapeDtypeStruct((body.layout.num_words,), np.int32, sharding=pinned)
-        arguments = (state.leaves, state.pools, state.hidden, state.last_tokens, buffer)
+        leaves = state.stacked if body.is_stacked else state.leaves
+        arguments = (leaves, state.pools, state.hidden, state.last_tokens, buffer)
         cost = body.layout.key.num_tokens * body.tree.config.num_layers
         return CompileJob(
             name=name,

@@ -80,6 +80,7 @@ class Body:
         is_looped: bool = False,
     ) -> None:
         """`layout` fixes every static size; `is_looped` makes the layers a loop (CPU)."""
+        self.is_stacked = False  # whether its leaves are those of `models.stacks`
         self.tree = tree
         self.layout = layout
         self.is_looped = is_looped and len(tree.layer_graphs) == 1

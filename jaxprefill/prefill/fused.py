@@ -1,5 +1,7 @@
 """The body with fused layers: a norm is part of the products before and after it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
@@ -17,6 +19,7 @@ from jaxprefill.kernels.decoder_layer import (
 )
 from jaxprefill.models.decoder import Decoder, LayerInputs, Pools, attention_specs
 from jaxprefill.models.fused import lacks_fusion, layer_sizes, layer_weights
+from jaxprefill.models.stacks import spread
 from jaxprefill.models.tree import Leaves, ModelTree
 from jaxprefill.prefill.forward import Body
 from jaxprefill.prefill.padding import BufferLayout
@@ -27,13 +30,21 @@ MAX_FUSED_TOKENS = 1536
 
 
 def make_body(
-    tree: ModelTree, backend: AttentionBackend, layout: BufferLayout, *, platform: str
+    tree: ModelTree,
+    backend: AttentionBackend,
+    layout: BufferLayout,
+    *,
+    platform: str,
+    has_stacks: bool = False,
 ) -> Body:
-    """The pass of one shape: with fused layers where they can be had and are one CUDA graph."""
+    """The pass of one shape: with fused layers where they can be had and are one CUDA graph.
+
+    Where there are stacks of the layers' weights it takes them, if it can.
+    """
     dtype = tree.shapes[0].dtype.name
     is_small = layout.key.num_tokens <= MAX_FUSED_TOKENS
     if is_small and uses_fused_layers(tree.config, backend, platform=platform, dtype=dtype):
-        return FusedBody(tree, backend, layout)
+        return FusedBody(tree, backend, layout, has_stacks=has_stacks)
     return Body(tree, backend, layout, is_looped=platform == "cpu")
 
 
@@ -53,12 +64,14 @@ class FusedBody(Body):
         backend: AttentionBackend,
         layout: BufferLayout,
         *,
+        has_stacks: bool = False,
         interpret: bool = False,
     ) -> None:
         """`models.fused.lacks_fusion` must find nothing; `interpret` runs it on any device."""
         super().__init__(tree, backend, layout)
         self._sizes = layer_sizes(tree.config)
         self._tiles = layer_tiles(self._sizes, layout.key.num_tokens)
+        self.is_stacked = has_stacks and self._tiles.takes_stacks
         self._by_window = {
             spec.window: make_fused_layer(
                 layout.tiles,
@@ -70,6 +83,10 @@ class FusedBody(Body):
             )
             for spec in attention_specs(tree.config)
         }
+
+    def __call__(self, leaves: Leaves, *operands: Any) -> tuple[Pools, Shaped[Array, "tokens E"]]:
+        """See `Body.__call__`."""
+        return super().__call__(spread(self.tree, leaves) if self.is_stacked else leaves, *operands)
 
     def _normed_layers(
         self,

@@ -16,21 +16,21 @@ from jaxprefill.kernels.attention import RaggedBatch
 
 
 class LayerWeights(NamedTuple):
-    """One layer's own weights, [outputs, inputs]; X = H * D.
+    """One layer's own weights, [outputs, inputs]; X = H * D. Or those of all layers, stacked.
 
     Those in eight bits have scales, which a product's outputs are multiplied by.
     """
 
-    qkv: Shaped[Array, "qkv E"]
-    output: Shaped[Array, "E X"]
-    gate_up: Shaped[Array, "twice E"]  # gate rows, then up rows
-    down: Shaped[Array, "E mlp"]
-    qkv_bias: Float[Array, " qkv"] | None = None
-    qk_norms: Float[Array, "2 D"] | None = None
-    qkv_scale: Float32[Array, " qkv"] | None = None
-    output_scale: Float32[Array, " E"] | None = None
-    gate_up_scale: Float32[Array, " twice"] | None = None
-    down_scale: Float32[Array, " E"] | None = None
+    qkv: Shaped[Array, "*layers qkv E"]
+    output: Shaped[Array, "*layers E X"]
+    gate_up: Shaped[Array, "*layers twice E"]  # gate rows, then up rows
+    down: Shaped[Array, "*layers E mlp"]
+    qkv_bias: Float[Array, "*layers qkv"] | None = None
+    qk_norms: Float[Array, "*layers 2 D"] | None = None
+    qkv_scale: Float32[Array, "*layers qkv"] | None = None
+    output_scale: Float32[Array, "*layers E"] | None = None
+    gate_up_scale: Float32[Array, "*layers twice"] | None = None
+    down_scale: Float32[Array, "*layers E"] | None = None
 
 
 class LayerStream(NamedTuple):

@@ -10,7 +10,8 @@ split of it:
 
 Splits leave their sums in a workspace; the last to arrive adds them in order, whoever it is, and
 sets the count back to zero: the result does not depend on the order of arrival.
-Arrays hold whole tiles of rows.
+Arrays hold whole tiles of rows. Weights are one layer's, or those of all layers, stacked: then the
+kernel picks the layer.
 """
 
 import functools
@@ -83,7 +84,10 @@ class _Gemm(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """Arrays, and references to them in the kernel; None: not part of this product."""
+    """Arrays, and references to them in the kernel; None: not part of this product.
+
+    Weights, scales, bias and qk_norms may have an axis of layers before those written here.
+    """
 
     x: Any  # [T, depth]
     weight: Any  # [outputs or 2 * outputs, depth]
@@ -102,6 +106,7 @@ def project_rotated(
     stream: LayerStream,
     weights: LayerWeights,
     rotary: Float[Array, "2 T half"],
+    layer: Int32[Array, ""],
     *,
     kv_heads: int,
     tiles: GemmTiles,
@@ -109,12 +114,13 @@ def project_rotated(
     interpret: bool = False,
 ) -> tuple[Float[Array, "T qkv"], Int32[Array, " tiles"]]:
     """(queries, keys and values as attention takes them, arrivals); a block is half a head."""
-    num_heads = len(weights.qkv) // (2 * tiles.block_n)
+    outputs = weights.qkv.shape[-2]
+    num_heads = outputs // (2 * tiles.block_n)
     gemm = _Gemm(
         "rotated",
         tiles,
         *_sizes(stream.scaled),
-        len(weights.qkv) // 2,
+        outputs // 2,
         norm_eps,
         num_queries=num_heads - 2 * kv_heads,
         num_rotated=num_heads - kv_heads,
@@ -127,6 +133,7 @@ def project_rotated(
         bias=weights.qkv_bias,
         rotary=rotary,
         qk_norms=weights.qk_norms,
+        layer=layer.reshape(1),
     )
     (out,), arrivals = _launch(gemm, operands, stream.arrivals, interpret=interpret)
     return out, arrivals
@@ -134,34 +141,37 @@ def project_rotated(
 
 def project_gated(
     stream: LayerStream,
-    weight: Shaped[Array, "twice E"],
+    weight: Shaped[Array, "*layers twice E"],
+    layer: Int32[Array, ""],
     *,
     tiles: GemmTiles,
     norm_eps: float,
-    scales: Float32[Array, " twice"] | None = None,
+    scales: Float32[Array, "*layers twice"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T half"], Int32[Array, " tiles"]]:
     """(silu(gate) * up of the normed rows, arrivals)."""
-    gemm = _Gemm("gated", tiles, *_sizes(stream.scaled), len(weight) // 2, norm_eps)
-    operands = _Operands(stream.scaled, weight, scales, squares=stream.squares)
+    gemm = _Gemm("gated", tiles, *_sizes(stream.scaled), weight.shape[-2] // 2, norm_eps)
+    operands = _Operands(
+        stream.scaled, weight, scales, squares=stream.squares, layer=layer.reshape(1)
+    )
     (out,), arrivals = _launch(gemm, operands, stream.arrivals, interpret=interpret)
     return out, arrivals
 
 
 def project_residual(
     x: Float[Array, "T depth"],
-    weight: Shaped[Array, "E depth"],
+    weight: Shaped[Array, "*layers E depth"],
     stream: LayerStream,
     norms: Float[Array, "rows E"],
     layer: Int32[Array, ""],
     *,
     norm_row: int,
     tiles: GemmTiles,
-    scales: Float32[Array, " E"] | None = None,
+    scales: Float32[Array, "*layers E"] | None = None,
     interpret: bool = False,
 ) -> LayerStream:
     """The stream with the product added; row 2 * layer + `norm_row` of `norms` comes next."""
-    gemm = _Gemm("residual", tiles, *_sizes(x), len(weight), norm_row=norm_row)
+    gemm = _Gemm("residual", tiles, *_sizes(x), weight.shape[-2], norm_row=norm_row)
     operands = _Operands(
         x, weight, scales, hidden=stream.hidden, norms=norms, layer=layer.reshape(1)
     )
@@ -261,7 +271,10 @@ def _products(
     def step(index: Int32[Array, ""], sums: Sums) -> Sums:
         at = pl.ds(split * depth + index * tiles.block_k, tiles.block_k)
         x = operands.x[rows, at]
-        weights = [operands.weight[column, at].astype(x.dtype) for column in columns]
+        weights = [
+            _own(operands.weight, operands, column, at, rank=2).astype(x.dtype)
+            for column in columns
+        ]
         pairs = [(weight, x) if tiles.is_swapped else (x, weight) for weight in weights]
         return tuple(
             total + _dot(left, right) for total, (left, right) in zip(sums, pairs, strict=True)
@@ -269,6 +282,11 @@ def _products(
 
     zeros = tuple(jnp.zeros(gemm.sum_shape, jnp.float32) for _ in columns)
     return lax.fori_loop(0, depth // tiles.block_k, step, zeros)
+
+
+def _own(ref: Ref, operands: Any, *at: Any, rank: int) -> Array:
+    """A part of this layer's array, where those of all layers may be stacked."""
+    return ref[at] if len(ref.shape) == rank else ref[(operands.layer[0], *at)]
 
 
 def _columns(block: Int32[Array, ""], gemm: _Gemm) -> list[Any]:
@@ -309,8 +327,8 @@ def _finish(
     if operands.scales is not None:
         first, apart = _first_and_apart(block, gemm)
         own = [pl.ds(first + at * apart, gemm.tiles.block_n) for at in range(len(sums))]
-        scaled = zip(sums, own, strict=True)
-        sums = tuple(total * operands.scales[at][None] for total, at in scaled)
+        scales = [_own(operands.scales, operands, at, rank=1)[None] for at in own]
+        sums = tuple(total * scale for total, scale in zip(sums, scales, strict=True))
     match gemm.kind:
         case "rotated":
             halves = _halves(block, gemm)
@@ -341,18 +359,23 @@ def _rotate(operands: Any, sums: Sums, rows: Any, head: Int32[Array, ""], gemm: 
     """A head's halves as attention takes them: dimension i turns with i + D / 2."""
     block_n, halves = gemm.tiles.block_n, _halves(head, gemm)
     if operands.bias is not None:
-        bias = [operands.bias[half].astype(jnp.float32)[None] for half in halves]
-        sums = tuple(total + one for total, one in zip(sums, bias, strict=True))
+        bias = [_own(operands.bias, operands, half, rank=1) for half in halves]
+        sums = tuple(
+            total + one.astype(jnp.float32)[None] for total, one in zip(sums, bias, strict=True)
+        )
     low, high = sums
     if operands.qk_norms is not None:
         mean = ((low * low).sum(1) + (high * high).sum(1)) / (2 * block_n)
         scale = lax.rsqrt(mean + gemm.norm_eps)[:, None]
         is_key = (head >= gemm.num_queries).astype(jnp.int32)
         own = [
-            operands.qk_norms[is_key, pl.ds(at, block_n)].astype(jnp.float32)[None]
+            _own(operands.qk_norms, operands, is_key, pl.ds(at, block_n), rank=2)
             for at in (0, block_n)
         ]
-        low, high = (x * scale * weight for x, weight in zip((low, high), own, strict=True))
+        low, high = (
+            x * scale * weight.astype(jnp.float32)[None]
+            for x, weight in zip((low, high), own, strict=True)
+        )
     cos, sin = operands.rotary[0, rows, :], operands.rotary[1, rows, :]
     turned = (low * cos - high * sin, high * cos + low * sin)
     is_value = jnp.broadcast_to(head >= gemm.num_rotated, low.shape)

@@ -36,6 +36,11 @@ class LayerTiles(NamedTuple):
     gate_up: GemmTiles | None
     down: GemmTiles | None
 
+    @property
+    def takes_stacks(self) -> bool:
+        """Whether every product can pick its layer of stacked weights."""
+        return None not in self
+
 
 def layer_tiles(sizes: LayerSizes, num_tokens: int) -> LayerTiles:
     """The measured choice for these sizes."""
@@ -112,7 +117,9 @@ def make_fused_layer(
         batch: RaggedBatch,
     ) -> tuple[LayerStream, Shaped[Array, "2 K P S D"]]:
         with jax.named_scope("attention.qkv"):
-            qkv, stream, is_rotated = products.qkv(weights, stream, rotary, pool.shape[1])
+            qkv, stream, is_rotated = products.qkv(
+                weights, stream, rotary, layer, kv_heads=pool.shape[1]
+            )
         with jax.named_scope("attention.core"):
             first_page = layer * (pool.shape[2] // (len(norms) // 2))
             heads = qkv.reshape(len(qkv), -1, pool.shape[-1])
@@ -132,7 +139,7 @@ def make_fused_layer(
                 weights.output_scale, attended, weights.output, stream, norms, layer
             )
         with jax.named_scope("mlp.gate_up"):
-            gated, stream = products.gate_up(weights, stream)
+            gated, stream = products.gate_up(weights, stream, layer)
         with jax.named_scope("mlp.down"):
             stream = products.down(weights.down_scale, gated, weights.down, stream, norms, layer)
         return stream, pool
@@ -152,6 +159,8 @@ class _Products(NamedTuple):
         weights: LayerWeights,
         stream: LayerStream,
         rotary: Float[Array, "2 T half"],
+        layer: Int32[Array, ""],
+        *,
         kv_heads: int,
     ) -> tuple[Float[Array, "T outputs"], LayerStream, bool]:
         """(the heads of each row, the stream, whether the heads are normed and rotated)."""
@@ -168,6 +177,7 @@ class _Products(NamedTuple):
             stream,
             weights,
             rotary,
+            layer,
             kv_heads=kv_heads,
             tiles=self.tiles.qkv,
             norm_eps=self.norm_eps,
@@ -176,7 +186,7 @@ class _Products(NamedTuple):
         return out, stream._replace(arrivals=arrivals), True
 
     def gate_up(
-        self, weights: LayerWeights, stream: LayerStream
+        self, weights: LayerWeights, stream: LayerStream, layer: Int32[Array, ""]
     ) -> tuple[Float[Array, "T half"], LayerStream]:
         if self.tiles.gate_up is None:
             out = xla.project_gated(
@@ -186,6 +196,7 @@ class _Products(NamedTuple):
         out, arrivals = gemm.project_gated(
             stream,
             weights.gate_up,
+            layer,
             tiles=self.tiles.gate_up,
             scales=weights.gate_up_scale,
             norm_eps=self.norm_eps,
