@@ -65,9 +65,13 @@ def precompile(
     facts = engine_facts(plan, num_valid=assembly.num_valid)
     library = Library(facts, config.model, (store,), store, has_texts=has_texts)
     jobs = _chosen(assembly.jobs(), shapes)
-    compiled = obtain(assembly, library, jobs, on_compiled=on_compiled)
-    if library.target is None:
-        raise StoreError("; ".join(library.faults))
+
+    def note(record: ExecutableRecord, total: int) -> None:
+        on_compiled(record, total)
+        if library.target is None:  # the rest would be compiled for nothing
+            raise StoreError("; ".join(library.faults))
+
+    compiled = obtain(assembly, library, jobs, on_compiled=note)
     return Precompiled([entry.record for entry in compiled.values()], time.perf_counter() - began)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxprefill.cli import inspecting
 from jaxprefill.cli.main import main
-from jaxprefill.errors import InspectionError, RequestError
+from jaxprefill.errors import ConfigError, InspectionError, RequestError
 from jaxprefill.inspection.cost import cost_program
 from jaxprefill.inspection.diff import compare
 from jaxprefill.inspection.findings import find
@@ -397,6 +397,29 @@ def test_the_status_of_a_diff_is_for_scripts(cli, pair, expected):
     assert cli("diff", "clean", "layers")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["list", "--measure", "-1"], "--measure: must be a whole number of at least 0"),
+        (["trace", "clean 8", "--calls", "0"], "--calls: must be a whole number of at least 1"),
+        (["ops", "clean 8", "--top", "x"], "jaxprefill inspect ops: error: argument --top: must"),
+        (["diff", "./nowhere", "clean 8"], "./nowhere must be a store's folder"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(cli, argv, message):
+    status, out, err = cli(*argv)
+    assert status == 2 and not out and message in err
+
+
+def test_numbers_of_calls_and_urls_are_checked_in_python_too(source):
+    calls = source.calls("clean 8x1x16")
+    for use in (calls.median_s, calls.trace):
+        with pytest.raises(ConfigError, match="repeats must be at least 1, got 0"):
+            use(0)
+    with pytest.raises(ConfigError, match="url must be one such as http"):
+        ServerSource("localhost:8000", find_chip=lambda *_: CHIP)
+
+
 def test_the_command_traces_only_what_it_compiled(cli, source, monkeypatch):
     status, out, _ = cli("trace", "clean 8", "--calls", "2", "--json")
     trace = json.loads(out)
@@ -417,8 +440,9 @@ def test_the_page_holds_everything_and_asks_for_nothing(cli, tmp_path):
     assert [each["key"] in data["executables"][0] for each in data["columns"]].count(False) == 0
     graph = layer_graph(analyse(JobSource([JOBS[-1]], CHIP).open("layers")))
     assert ["mlp.gate_up", "mlp.down", LAYERS] in graph["links"]
-    status, _, err = cli("html", str(tmp_path / "none" / "out.html"), "clean")
-    assert status == 2 and "cannot be written" in err
+    for place in (tmp_path / "none" / "out.html", tmp_path):
+        status, _, err = cli("html", str(place), "clean")
+        assert status == 2 and "must name a file" in err and "..." not in err
 
 
 def store_of(source, folder, *names, without=(), **job):

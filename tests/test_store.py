@@ -75,6 +75,8 @@ def test_an_entry_moved_to_anothers_place_is_refused(store):
             assert "another executable" in str(error)
             faults += 1
     assert faults == 1
+    assert ["moved or renamed" in str(found.fault) for found in store.verify()] == [True]
+    assert store.prune(unused_s=1e6)[0] == 2 and not list(store.entries())
 
 
 @pytest.mark.parametrize("ending", [".bin", ".gz", ".json"])
@@ -192,6 +194,9 @@ def test_links_and_pipes_inside_a_store_are_not_followed(store, tmp_path):
 def test_what_is_missing_is_no_store(tmp_path):
     with pytest.raises(StoreError, match="is no folder; `jaxprefill compile"):
         Store.open(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="is a file; `jaxprefill compile"):
+        Store.open(tmp_path / "file")
 
 
 def test_writers_at_once_lose_nothing_and_leave_nothing(store):

@@ -69,6 +69,7 @@ class FakeDevice:
         ("5\n7\n\n5\n", {5: 2, 7: 1}),
         ("\ufeff5, 7 5\r\n1k", {5: 2, 7: 1, 1000: 1}),
         ("arrival_s,prompt_tokens,output_tokens\n0.1,30,2\n0.2,4,9\n", {4: 1, 30: 1}),
+        ('"id", "prompt_tokens"\r\n"two\nlines, one cell","5"\r\n\r\n', {5: 1}),
     ],
 )
 def test_lengths_are_counted(tmp_path, text, lengths):
@@ -86,6 +87,7 @@ def test_lengths_are_counted(tmp_path, text, lengths):
         ("3\n0\n", "line 2: a length must be at least 1"),
         ("3\nx", "line 2: length must be a whole number"),
         ("a,prompt_tokens\n1", "line 2: length must be a whole number"),
+        ("id,tokens\n1,5", "line 1: length must .*'id'; of a CSV the column prompt_tokens is read"),
     ],
 )
 def test_what_is_no_length_is_refused_with_its_line(tmp_path, text, message):
@@ -102,12 +104,16 @@ def test_prompts_are_tokenised_as_the_engine_does(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     lines = ["abc", {"prompt": "abcd"}, {"text": "abcd"}, {"prompt": [1, 2, 3]}, [7, 8]]
     lines += [{"messages": chat}, {"custom_id": "a", "body": {"messages": chat}}]
-    path.write_text("\n".join(map(json.dumps, lines)))
+    lines += [["ab", [1, 2]], {"body": {"input": "a\u2028b"}}]  # a line for JSONL, not for Unicode
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
     rendered = len(tokenizer.encode("<user>hi<a>", add_special_tokens=False))
-    assert read_prompts(path, tokenizer).lengths == {2: 1, 3: 2, 4: 2, rendered: 2}
+    assert read_prompts(path, tokenizer).lengths == {2: 3, 3: 2, 4: 2, 5: 1, rendered: 2}
 
 
-@pytest.mark.parametrize("line", ['{"a": 1}', "7", '{"prompt": 7}', '{"prompt": ""}', "{", "[[1]]"])
+@pytest.mark.parametrize(
+    "line",
+    ['{"a": 1}', "7", '{"prompt": 7}', '{"prompt": ""}', "{", "[[[1]]]", "[true]", '{"body": []}'],
+)
 def test_a_line_without_a_prompt_is_refused_by_number(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'"abc"\n{line}\n')
@@ -194,8 +200,22 @@ def test_a_written_ladder_is_taken_where_the_user_set_none(results):
     assert found.ladder.buckets == (8, 24, 160) == found.config.prefill_buckets
     assert "buckets 8,24,160 (tuned for chat on 20" in found.describe()
     assert found.ladder_table()["origin"] == found.ladder_origin
-    other = plans(results, tiny_config(num_layers=3))
-    assert other.ladder.buckets[0] == 16 and not other.ladder_origin
+
+
+def test_a_model_that_is_no_longer_as_it_was_when_it_was_tuned_is_told(results, caplog):
+    """Also where a new version of jaxprefill knows more of it."""
+    other = tiny_config(num_layers=3)
+    write(results)
+    found = plans(results, other)
+    assert found.ladder.buckets[0] == 16 and not found.ladder_origin
+    assert "demo is not as it was" in caplog.text and "tune --write" in caplog.text
+    caplog.clear()
+    renamed = EngineConfig(model="another", chunked_prefill_size=160)
+    choose_plan(renamed, other, describe_device(), results)
+    plans(results, other, prefill_buckets="default")
+    write(results, model=other)
+    plans(results, other)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("buckets", ["default", "upstream", "16,64"])

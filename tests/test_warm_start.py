@@ -161,6 +161,9 @@ def test_settings_of_jax_that_change_programs_are_facts(engine):
     np.testing.assert_equal(jax.config.jax_enable_x64, found["jax_enable_x64"] == "True")
 
 
+NO_SIZES = dict(
+    lower_s=0.1, compile_s=0.1, temp_bytes=0, argument_bytes=0, output_bytes=0, code_bytes=0
+)
 FEW = {"prefill 8x4x160", "decode 1x1x160", "zeros", "set_bias"}
 
 
@@ -208,6 +211,22 @@ def test_compile_writes_a_folder_that_engines_load(
     assert "4 files deleted" in capsys.readouterr().err
     assert main(["store", "verify", "--dir", str(folder), "--unused", "soon"]) == 2
     assert main(["store", "list", "--dir", str(tmp_path / "none")]) == 1
+
+
+def test_compile_stops_at_the_first_executable_that_cannot_be_kept(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
+    def obtain(assembly, library, jobs, *, on_compiled):
+        for job in jobs:
+            library.target = None
+            library.report(f"executables are not kept: the disk is full at {job.name}")
+            on_compiled(ExecutableRecord(name=job.name, **NO_SIZES), len(jobs))
+
+    monkeypatch.setattr("jaxprefill.precompile.open_checkpoint", lambda model: checkpoint)
+    monkeypatch.setattr("jaxprefill.precompile.obtain", obtain)
+    assert main(["compile", "--out", str(tmp_path / "out"), "--model", "tiny"]) == 1
+    err = capsys.readouterr().err
+    assert "error: executables are not kept: the disk is full" in err and "[2/" not in err
 
 
 def test_a_store_of_other_facts_says_which(expected, checkpoint, tmp_path, monkeypatch, caplog):

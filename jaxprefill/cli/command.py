@@ -39,6 +39,23 @@ def add_prompt_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads a flag's whole number, and refuses one below `least`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {least}, got {text!r}"
+            )
+        return number
+
+    return read
+
+
 def add_output_flags(parser: argparse.ArgumentParser, json_help: str) -> None:
     """`--json`, `--quiet` and `--verbose`."""
     parser.add_argument("--json", action="store_true", help=json_help)

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from jaxprefill.cli.command import Command, add_output_flags
+from jaxprefill.cli.command import Command, add_output_flags, at_least
 from jaxprefill.cli.flags import add_engine_flags
 
 # Of engine options: `--store` names what is inspected here, and a model is compiled for it.
@@ -21,7 +21,9 @@ _EXAMPLES = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One parser for each thing to do, all with the same sources."""
-    actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(
+        title="what to do", metavar="ACTION", required=True, prog="jaxprefill inspect"
+    )
     for name, (summary, add_own, json_help) in _ACTIONS.items():
         one = actions.add_parser(
             name,
@@ -78,7 +80,9 @@ def _of_show(parser: argparse.ArgumentParser) -> None:
 
 def _of_ops(parser: argparse.ArgumentParser) -> None:
     _add_key(parser)
-    parser.add_argument("--top", type=int, default=12, metavar="N", help="lines (default: 12)")
+    parser.add_argument(
+        "--top", type=at_least(1), default=12, metavar="N", help="lines (default: 12)"
+    )
 
 
 def _of_diff(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +99,10 @@ def _of_html(parser: argparse.ArgumentParser) -> None:
 
 def _of_trace(parser: argparse.ArgumentParser) -> None:
     _add_key(parser)
-    parser.add_argument("--calls", type=int, default=10, metavar="N", help="(default: 10)")
-    parser.add_argument("--top", type=int, default=12, metavar="N", help="kernels (default: 12)")
+    parser.add_argument("--calls", type=at_least(1), default=10, metavar="N", help="(default: 10)")
+    parser.add_argument(
+        "--top", type=at_least(1), default=12, metavar="N", help="kernels (default: 12)"
+    )
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +110,11 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
         "keys", nargs="*", metavar="KEY", help="names, shapes or parts of names (default: all)"
     )
     parser.add_argument(
-        "--measure", type=int, default=0, metavar="N", help="run each N times (a model's only)"
+        "--measure",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="run each N times (a model's only)",
     )
 
 

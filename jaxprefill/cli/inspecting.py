@@ -202,12 +202,15 @@ def _side(args: argparse.Namespace, given: str) -> tuple[Source, list[str]]:
 
 
 def _html(args: argparse.Namespace) -> int:
+    out = Path(args.out)
+    if out.is_dir() or not out.absolute().parent.is_dir():  # told before anything is compiled
+        raise RequestError(f"{out} must name a file in a folder that exists")
     source = open_source(args)
     summaries = _summaries(source, args)
     drawn = next((one.name for one in summaries if one.shape), summaries[0].name)
     page = render(source.chip, summaries, analyse(source.open(drawn)))
     try:
-        Path(args.out).write_text(page, encoding="utf-8")
+        out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise RequestError(
             f"{args.out} cannot be written: {error.strerror or error}; name another file"
@@ -236,7 +239,11 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 def _is_place(given: str) -> bool:
-    return _is_url(given) or Path(given.partition("#")[0]).is_dir()
+    if _is_url(given) or Path(given.partition("#")[0]).expanduser().is_dir():
+        return True
+    if given.startswith(("/", ".", "~")):
+        raise RequestError(f"{given} must be a store's folder, and there is none")
+    return False
 
 
 def _is_url(given: str) -> bool:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData
 
-from jaxprefill.errors import InspectionError
+from jaxprefill.errors import ConfigError, InspectionError
 from jaxprefill.inspection.trace import Event, Trace, summarise_trace
 from jaxprefill.prefill.compiler import Compiled, CompileJob
 
@@ -52,7 +52,12 @@ class Calls:
         return results
 
     def median_s(self, repeats: int) -> float:
-        """Of single calls, each awaited."""
+        """Of single calls, each awaited.
+
+        Raises:
+            ConfigError: that is no number of calls.
+        """
+        _check_repeats(repeats)
         seconds: list[float] = []
         for _ in range(repeats):
             began = time.perf_counter()
@@ -64,8 +69,10 @@ class Calls:
         """What the device did in so many calls, none awaited but the last.
 
         Raises:
+            ConfigError: that is no number of calls.
             InspectionError: the profiler recorded no kernel.
         """
+        _check_repeats(repeats)
         with tempfile.TemporaryDirectory(prefix="jaxprefill-trace-") as folder:
             with jax.profiler.trace(folder):
                 for _ in range(repeats - 1):
@@ -76,6 +83,11 @@ class Calls:
         if not events:
             raise InspectionError(f"{self._job.name}: the profiler has recorded no kernel")
         return summarise_trace(events, repeats)
+
+
+def _check_repeats(repeats: int) -> None:
+    if repeats < 1:
+        raise ConfigError(f"repeats must be at least 1, got {repeats}")
 
 
 def read_events(files: Sequence[Path]) -> list[Event]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxprefill.errors import InspectionError
+from jaxprefill.errors import ConfigError, InspectionError
 from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
 
 _PATIENCE_S = 60.0
@@ -29,8 +29,11 @@ class ServerSource:
             api_key: where it asks for one.
 
         Raises:
+            ConfigError: that is no URL.
             InspectionError: it does not answer, or is no server of jaxprefill's.
         """
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url must be one such as http://127.0.0.1:8000, got {url!r}")
         self._url = url.rstrip("/")
         self._key = api_key
         info = self._ask("/executables")

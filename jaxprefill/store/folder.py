@@ -80,7 +80,8 @@ class Store:
         path = Path(folder).expanduser()
         try:
             if not path.is_dir():
-                raise StoreError(f"{path} is no folder; `jaxprefill compile --out` makes one")
+                what = "is a file" if path.exists() else "is no folder"
+                raise StoreError(f"{path} {what}; `jaxprefill compile --out` makes a folder")
             store = Store(path.resolve(), is_trusted=is_trusted)
             if not is_trusted:
                 check_trusted(store.folder)
@@ -147,9 +148,13 @@ class Store:
         """Every manifest, by set and name; payloads are not looked at."""
         for path in sorted(self.folder.glob(f"{_EXECUTABLES}/*/*.json")):
             try:
-                yield Found(path, self._read(path))
+                entry = self._read(path)
             except StoreError as error:
                 yield Found(path, None, str(error))
+                continue
+            is_found = path == self._manifest(entry.name, entry.facts, entry.job)
+            fault = None if is_found else "it was moved or renamed, so that no start finds it"
+            yield Found(path, entry, fault)
 
     def entries(self) -> Iterator[StoredExecutable]:
         """Every executable whose manifest can be read; the others are logged."""
@@ -190,17 +195,12 @@ class Store:
     def read_result(self, kind: str, facts: Facts) -> Any:
         """What was written for these facts, or None; damage is a warning, and None too."""
         path = self._result(kind, facts)
-        if not path.exists():
-            return None
-        try:
-            content = read_file(path, is_trusted=self.is_trusted, limit=MAX_MANIFEST_BYTES)
-            value = unseal(content)
-            if value["facts"] != facts:
-                raise StoreError("it is of other facts than its place says")
-            return value["value"]
-        except (StoreError, TypeError, KeyError) as error:
-            logger.warning("%s is left out: %s", path, error)
-            return None
+        return None if not path.exists() else self._read_result(path, dict(facts))[1]
+
+    def results(self, kind: str) -> list[tuple[Facts, Any]]:
+        """All of a kind, each with the facts for which it holds; damage is a warning."""
+        found = map(self._read_result, sorted(self.folder.glob(f"{_RESULTS}/{kind}/*.json")))
+        return [(facts, value) for facts, value in found if value is not None]
 
     def write_result(self, kind: str, facts: Facts, value: Any) -> None:
         """Keeps a JSON value under a kind ("ladder", ...) and the facts for which it holds.
@@ -249,6 +249,19 @@ class Store:
         for folder in self.folder.glob(f"{_EXECUTABLES}/*"):
             if not any(place.is_symlink() for place in (folder, folder.parent)):
                 yield from (path for path in folder.glob("*") if path.is_file())
+
+    def _read_result(self, path: Path, expected: Facts | None = None) -> tuple[Facts, Any]:
+        """Facts and value; the value is None where it is damaged, or of other facts."""
+        try:
+            content = read_file(path, is_trusted=self.is_trusted, limit=MAX_MANIFEST_BYTES)
+            held = unseal(content)
+            facts, value = dict(held["facts"]), held["value"]
+            if expected not in (None, facts):
+                raise StoreError("it is of other facts than its place says")
+            return facts, value
+        except (StoreError, TypeError, KeyError, ValueError) as error:
+            logger.warning("%s is left out: %s", path, error)
+            return {}, None
 
     def _read(self, path: Path) -> StoredExecutable:
         return parse(read_file(path, is_trusted=self.is_trusted, limit=MAX_MANIFEST_BYTES))

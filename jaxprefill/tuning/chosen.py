@@ -37,6 +37,10 @@ class Results(Protocol):
         """What was written for these facts, or None."""
         ...
 
+    def results(self, kind: str) -> list[tuple[dict[str, Any], Any]]:
+        """All of a kind, each with the facts for which it holds."""
+        ...
+
     def write_result(self, kind: str, facts: dict[str, Any], value: Any) -> None:
         """Keeps a JSON value for these facts."""
         ...
@@ -71,7 +75,15 @@ def choose_plan(
     plan = make_plan(config, model, device)
     is_open = config.prefill_buckets == "auto" and config.prefill_backend != "eager"
     facts = facts_of(model, config.tensor_parallel_size)
-    if results is None or not is_open or not results.has_result(KIND, facts):
+    if results is None or not is_open:
+        return plan
+    if not results.has_result(KIND, facts):
+        if _is_of_before(config.model, facts, results):
+            logger.warning(
+                "%s is not as it was when its buckets were tuned, or jaxprefill reads it "
+                "otherwise: the default ones are taken; `jaxprefill tune --write` tunes anew",
+                config.model,
+            )
         return plan
     try:
         tuned = _parse(results.read_result(KIND, facts), plan)
@@ -97,7 +109,7 @@ def keep(tuned: TunedLadder, model: ModelConfig, plan: EnginePlan, results: Resu
     """
     day = datetime.now(UTC).date().isoformat()
     value = dataclasses.asdict(replace(tuned, written=day))
-    value |= {"format": _FORMAT, "conditions": conditions_of(plan)}
+    value |= {"format": _FORMAT, "conditions": conditions_of(plan), "name": plan.config.model}
     results.write_result(KIND, facts_of(model, plan.config.tensor_parallel_size), value)
 
 
@@ -109,6 +121,16 @@ def facts_of(model: ModelConfig, num_devices: int) -> dict[str, Any]:
         "chip": chip_name(),
         "devices": num_devices,
     }
+
+
+def _is_of_before(name: str, facts: dict[str, Any], results: Results) -> bool:
+    """Whether a ladder was kept for a model of this name that was another one."""
+    return any(
+        isinstance(value, dict)
+        and cast(dict[str, Any], value).get("name") == name
+        and other | {"model": facts["model"]} == facts
+        for other, value in results.results(KIND)
+    )
 
 
 def conditions_of(plan: EnginePlan) -> dict[str, Any]:

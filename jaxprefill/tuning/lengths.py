@@ -4,6 +4,7 @@ Host only; prompts are tokenised as the engine would.
 """
 
 import csv
+import io
 import json
 import math
 from collections import Counter
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from jaxprefill.errors import ConfigError, JaxPrefillError
 from jaxprefill.integers import parse_count
@@ -81,21 +82,28 @@ def read_lengths(path: Path) -> Distribution:
     Raises:
         ConfigError: the file cannot be read, is empty, or holds something that is no length.
     """
-    lines = _lines(path)
-    if LENGTH_COLUMN in lines[0][1].split(","):
-        column = lines[0][1].split(",").index(LENGTH_COLUMN)
-        rows = zip(lines[1:], csv.reader(text for _, text in lines[1:]), strict=True)
-        cells = [(number, row[column] if column < len(row) else "") for (number, _), row in rows]
-    else:
-        cells = [
-            (number, cell) for number, text in lines for cell in text.replace(",", " ").split()
-        ]
+    text = _text(path)
+    rows = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+    try:
+        header = next((row for row in rows if any(row)), [])
+        if LENGTH_COLUMN in header:
+            at = header.index(LENGTH_COLUMN)
+            cells = [(rows.line_num, row[at] if at < len(row) else "") for row in rows if any(row)]
+        else:
+            cells = [
+                (number, cell)
+                for number, line in _lines(path, text)
+                for cell in line.replace(",", " ").split()
+            ]
+    except csv.Error as error:
+        _refuse(path, rows.line_num, f"a CSV must be well formed: {error}", error)
     lengths: list[int] = []
     for number, cell in cells:
         try:
             lengths.append(parse_count("length", cell))
         except ConfigError as error:
-            _refuse(path, number, str(error), error)
+            hint = "" if lengths else f"; of a CSV the column {LENGTH_COLUMN} is read"
+            _refuse(path, number, f"{error}{hint}", error)
         if lengths[-1] < 1:
             _refuse(path, number, f"a length must be at least 1 token, got {cell}")
     if not lengths:
@@ -104,71 +112,86 @@ def read_lengths(path: Path) -> Distribution:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer) -> Distribution:
-    """A JSONL of prompts: strings, or objects with `prompt`, `text` or `messages`.
+    """A JSONL of prompts: strings, or objects with `prompt`, `text`, `input` or `messages`.
 
-    A `prompt` may be a list of token ids, and each object may stand under the key `body`, as in
-    OpenAI's batch files.
+    A prompt may be a list of token ids, a list may hold several prompts, and each object may stand
+    under the key `body`, as in OpenAI's batch files.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or a line holds no prompt.
     """
     lengths: list[int] = []
-    for number, text in _lines(path):
+    for number, line in _lines(path, _text(path)):
         try:
-            lengths.append(_num_tokens(json.loads(text), tokenizer))
-        except (ValueError, JaxPrefillError) as error:
+            found = _count_tokens(json.loads(line), tokenizer)
+        except (ValueError, RecursionError, JaxPrefillError) as error:
             _refuse(path, number, f"a line must be a prompt: {error}", error)
-        if not lengths[-1]:
+        if not found or not min(found):
             _refuse(path, number, "a prompt must hold at least one token")
+        lengths += found
     return Distribution(str(path), _counted(lengths))
 
 
-def _num_tokens(value: Any, tokenizer: Tokenizer) -> int:
+def _count_tokens(value: Any, tokenizer: Tokenizer) -> list[int]:
+    """The lengths of the prompts on a line."""
     if isinstance(value, dict):
-        fields: dict[str, Any] = value
-        value = fields.get("body", fields)
-        for key, count in _READERS.items():
-            if key in value:
-                return count(value[key], tokenizer)
+        fields: Any = cast(dict[str, Any], value).get("body", value)
+        for key, count in _READERS.items() if isinstance(fields, dict) else ():
+            if key in fields:
+                return count(fields[key], tokenizer)
     if isinstance(value, (str, list)):
-        return _count_prompt(value, tokenizer)
-    raise ValueError(
-        f"it needs one of the keys {', '.join(_READERS)}, got {json.dumps(value)[:80]}"
-    )
+        return _count_prompts(value, tokenizer)
+    raise ValueError(f"it needs one of the keys {', '.join(_READERS)}, got {_shown(value)}")
 
 
-def _count_prompt(value: Any, tokenizer: Tokenizer) -> int:
+def _count_prompts(value: Any, tokenizer: Tokenizer) -> list[int]:
+    """Of a text, of a list of token ids, or of a list of several such."""
+    several: list[Any] = value if isinstance(value, list) else []
+    if any(isinstance(part, (str, list)) for part in several):
+        return [_count_one(part, tokenizer) for part in several]
+    return [_count_one(value, tokenizer)]
+
+
+def _count_one(value: Any, tokenizer: Tokenizer) -> int:
     if isinstance(value, str):
         return len(tokenizer.encode(value))
     ids: list[Any] = value if isinstance(value, list) else [None]
-    if not all(isinstance(token, int) for token in ids):
-        raise ValueError(f"a prompt is a text or a list of token ids, got {json.dumps(value)[:80]}")
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"a prompt is a text or a list of token ids, got {_shown(value)}")
     return len(ids)
 
 
-def _count_messages(value: Any, tokenizer: Tokenizer) -> int:
+def _count_messages(value: Any, tokenizer: Tokenizer) -> list[int]:
     text = tokenizer.apply_chat_template(value)
-    return len(tokenizer.encode(text, add_special_tokens=False))
+    return [len(tokenizer.encode(text, add_special_tokens=False))]
 
 
-_READERS: dict[str, Callable[[Any, Tokenizer], int]] = {
-    "prompt": _count_prompt,
-    "text": _count_prompt,
+_READERS: dict[str, Callable[[Any, Tokenizer], list[int]]] = {
+    "prompt": _count_prompts,
+    "text": _count_prompts,
+    "input": _count_prompts,
     "messages": _count_messages,
 }
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:80]
 
 
 def _counted(lengths: Sequence[int]) -> dict[int, int]:
     return dict(sorted(Counter(lengths).items()))
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
-    """Lines that are not blank, and their numbers."""
+def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} must be a text file that can be read: {error}") from error
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+
+
+def _lines(path: Path, text: str) -> list[tuple[int, str]]:
+    """Lines that are not blank, and their numbers; JSON may hold other separators than newlines."""
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]
     lines = [(number, line) for number, line in lines if line]
     if not lines:
         raise ConfigError(f"{path} must hold at least one prompt or length, and is empty")
