@@ -197,7 +197,7 @@ class Store:
         path = self._result(kind, facts)
         return None if not path.exists() else self._read_result(path, dict(facts))[1]
 
-    def results(self, kind: str) -> list[tuple[Facts, Any]]:
+    def results(self, kind: str) -> list[tuple[dict[str, Any], Any]]:
         """All of a kind, each with the facts for which it holds; damage is a warning."""
         found = map(self._read_result, sorted(self.folder.glob(f"{_RESULTS}/{kind}/*.json")))
         return [(facts, value) for facts, value in found if value is not None]
@@ -250,7 +250,9 @@ class Store:
             if not any(place.is_symlink() for place in (folder, folder.parent)):
                 yield from (path for path in folder.glob("*") if path.is_file())
 
-    def _read_result(self, path: Path, expected: Facts | None = None) -> tuple[Facts, Any]:
+    def _read_result(
+        self, path: Path, expected: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], Any]:
         """Facts and value; the value is None where it is damaged, or of other facts."""
         try:
             content = read_file(path, is_trusted=self.is_trusted, limit=MAX_MANIFEST_BYTES)
