@@ -15,6 +15,7 @@ from jaxprefill.core import EngineCore
 from jaxprefill.fingerprint import engine_facts
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.self_check import check_attention, check_experts, check_products
+from jaxprefill.models.decoder import attention_specs
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import Leaves, model_tree
 from jaxprefill.plan import EnginePlan
@@ -190,9 +191,13 @@ def check_kernels(plan: EnginePlan) -> None:
     """
     model = plan.model
     heads = (model.num_q_heads, model.num_kv_heads, model.head_dim)
-    if plan.backend is not XLA:
+    for spec in attention_specs(model) if plan.backend is not XLA else ():
         check_attention(
-            plan.backend, heads=heads, page_size=plan.config.page_size, dtype=plan.dtype
+            plan.backend,
+            heads=heads,
+            page_size=plan.config.page_size,
+            dtype=plan.dtype,
+            spec=spec,
         )
     if uses_fused_layers(model, plan.backend, platform=plan.device.platform, dtype=plan.dtype.name):
         check_products(plan.dtype)

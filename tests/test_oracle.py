@@ -32,8 +32,13 @@ def fixture(name):
         return {key: held[key] for key in held.files}
 
 
-def read_fixture_config(case):
-    return read_config(json.loads(fixture(case.name)["config"].tobytes()))
+def open_fixture(name):
+    """The model of a fixture."""
+    held = fixture(name)
+    tensors = {
+        key.removeprefix("w:"): held[key].astype(np.float32) for key in held if key[:2] == "w:"
+    }
+    return TensorsCheckpoint(read_config(json.loads(held["config"].tobytes())), tensors)
 
 
 QUICK = ("qwen2_yarn_window_in_upper_layers", "phi3_longrope_short")
@@ -46,12 +51,9 @@ ENGINES = [
 def served(request):
     """(case, engine, prompts, expected logprobs of each)."""
     case, held = request.param, fixture(request.param.name)
-    tensors = {
-        key.removeprefix("w:"): held[key].astype(np.float32) for key in held if key[:2] == "w:"
-    }
     prompts = np.split(held["ids"], np.cumsum(case.lengths)[:-1])
     scored = np.split(held["logprobs"], np.cumsum(np.array(case.lengths) - 1)[:-1])
-    checkpoint = TensorsCheckpoint(read_fixture_config(case), tensors)
+    checkpoint = open_fixture(case.name)
     options = {"prefill_buckets": (32,), "max_running_requests": 2} | case.options
     with tiny_engine(checkpoint, **options) as made:
         yield case, made, [ids.tolist() for ids in prompts], scored
@@ -116,7 +118,7 @@ def test_every_architecture_has_a_fixture():
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_transformers_4_and_5_layouts_mean_the_same(case):
-    assert read_config(case.hf) == read_fixture_config(case)
+    assert read_config(case.hf) == open_fixture(case.name).config
 
 
 @pytest.mark.parametrize("name", ROPE_CASES)

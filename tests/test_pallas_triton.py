@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from jaxprefill.batch import Batch, BatchRow
+from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.kernels.attention import pallas_triton
 from jaxprefill.kernels.attention.api import NO_ROW
-from jaxprefill.kernels.attention.capabilities import AttentionSpec
 from jaxprefill.kernels.attention.cases import CASES, AttentionCase, make_inputs
 from jaxprefill.kernels.attention.pallas_triton import (
     PALLAS_TRITON,
@@ -21,9 +22,18 @@ from jaxprefill.kernels.attention.pallas_triton import (
 )
 from jaxprefill.kernels.attention.reference import read_pages, reference_attention
 from jaxprefill.kernels.attention.rotation import norm_and_rotate
+from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.models.layers import rms_norm, rotate
-from jaxprefill.prefill.compiler import CPU_OPTIONS
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.prefill.buckets import ShapeKey
+from jaxprefill.prefill.forward import Body
+from jaxprefill.prefill.padding import BufferLayout, pad
+from jaxprefill.weights.load import load_leaves
+from tests.test_oracle import open_fixture
 
+# Results need no optimised code, and there are many to compile.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 SPLIT_CASES = (
     AttentionCase(
@@ -38,25 +48,30 @@ SPLIT_CASES = (
         name="split_window", q_lens=(30,), kv_lens=(930,), q_heads=8, num_tokens=64,
         max_context=1024, window=600,
     ),
+    AttentionCase(
+        name="split_soft_cap_and_sinks", q_lens=(30, 3), kv_lens=(930, 3), q_heads=8,
+        num_tokens=64, max_context=1024, window=600, soft_cap=2.0, has_sinks=True,
+    ),
+    AttentionCase(
+        name="split_decode_sinks", q_lens=(1, 1, 1), kv_lens=(900, 256, 1), q_heads=8,
+        num_tokens=4, max_context=1024, is_decode=True, has_sinks=True,
+    ),
 )  # fmt: skip
 SUPPORTED = tuple(
-    case
-    for case in (*CASES, *SPLIT_CASES)
-    if case.head_dim & (case.head_dim - 1) == 0
-    and case.spec == AttentionSpec(case.window)  # it caps no scores and has no sinks
+    case for case in (*CASES, *SPLIT_CASES) if case.head_dim & (case.head_dim - 1) == 0
 )
 SHARED_CASE = AttentionCase(name="shared", q_lens=(20, 1, 2), kv_lens=(36, 16, 32))
 # Interpretation takes seconds a case: these run always, the slow ones add a kind each, and the
 # rest is marked long (on a GPU every case is quick, and run).
 QUICK = {
     "plain", "chunk_after_unaligned_prefix", "gqa_7", "decode_one_slot", "decode_rows_and_chunk",
-    "split_prefill", "split_decode", "split_window",
+    "split_prefill", "split_decode_sinks", "split_soft_cap_and_sinks",
 }  # fmt: skip
 SLOW = {
     "tile_64_exact_and_plus_one", "many_short", "empty_batch", "context_straddles_key_block",
-    "head_dim_128", "page_size_128", "decode_uneven", "decode_gqa_7_one_kv_head",
+    "head_dim_128", "page_size_128", "decode_uneven", "split_window",
     "decode_page_size_1", "window_after_long_prefix", "window_uneven_rows_and_chunk",
-    "decode_window_uneven",
+    "soft_cap_rows_and_chunk_gqa_7",
 }  # fmt: skip
 
 
@@ -76,12 +91,13 @@ def compiled(case, dtype):
     is_cpu = jax.default_backend() == "cpu"
     attend = make_attend(inputs.tiles, case.spec, interpret=is_cpu)
     lowered = jax.jit(attend).lower(*arguments(inputs, dtype))
-    return lowered.compile(compiler_options=CPU_OPTIONS if is_cpu else {})
+    return lowered.compile(compiler_options=FAST_COMPILE if is_cpu else {})
 
 
 def arguments(inputs, dtype=jnp.float32):
     arrays = (jnp.asarray(getattr(inputs, name), dtype) for name in ("q", "k", "v", "pool"))
-    return (*arrays, inputs.batch, jnp.int32(inputs.first_page))
+    sinks = () if inputs.sinks is None else (jnp.asarray(inputs.sinks, dtype),)
+    return (*arrays, inputs.batch, jnp.int32(inputs.first_page), *sinks)
 
 
 def run(case, inputs, dtype=jnp.float32):
@@ -93,6 +109,7 @@ def run(case, inputs, dtype=jnp.float32):
 def rounded(inputs, dtype):
     """The inputs as float32, after rounding to `dtype`."""
     names = ("q", "k", "v", "pool")
+    names += () if inputs.sinks is None else ("sinks",)
     cast = {name: np.asarray(getattr(inputs, name).astype(dtype), np.float32) for name in names}
     return replace(inputs, **cast)
 
@@ -111,12 +128,12 @@ def pool_after(case, inputs):
 def reference(case, pages):
     """The dense reference of a whole case, compiled once."""
 
-    def whole(q, pool):
+    def whole(q, pool, sinks):
         parts, start = [], 0
         for q_len, kv_len, own in zip(case.q_lens, case.kv_lens, pages, strict=True):
             keys, values = read_pages(pool, list(own), kv_len)
             queries = q[start : start + q_len]
-            parts.append(reference_attention(queries, keys, values, case.spec))
+            parts.append(reference_attention(queries, keys, values, case.spec, sinks))
             start += q_len
         return jnp.concatenate(parts)
 
@@ -129,7 +146,7 @@ def expected(case, inputs):
         return inputs.q[:0]
     pages = tuple(tuple(inputs.first_page + page for page in own) for own in inputs.pages)
     with jax.default_matmul_precision("highest"):
-        return np.asarray(reference(case, pages)(inputs.q, pool_after(case, inputs)))
+        return np.asarray(reference(case, pages)(inputs.q, pool_after(case, inputs), inputs.sinks))
 
 
 def poisoned(case, inputs):
@@ -184,7 +201,7 @@ def compiled_projection(case, has_norms, dtype):
     counters = jnp.zeros(num_arrivals(inputs.tiles, case.kv_heads), jnp.int32)
     arguments = (*operands, pool, inputs.batch, jnp.int32(inputs.first_page), counters)
     lowered = jax.jit(attend_to_projection).lower(*arguments)
-    return lowered.compile(compiler_options=CPU_OPTIONS if is_cpu else {})
+    return lowered.compile(compiler_options=FAST_COMPILE if is_cpu else {})
 
 
 def projection(case, inputs, *, has_norms, dtype=jnp.float32):
@@ -252,22 +269,35 @@ def test_attention_to_a_projection_norms_and_rotates_its_rows(case, has_norms):
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
 def test_split_cases_reach_the_merge(case):
     inputs = make_inputs(case, PALLAS_TRITON)
-    text = str(jax.make_jaxpr(make_attend(inputs.tiles))(*arguments(inputs)))
+    text = str(jax.make_jaxpr(make_attend(inputs.tiles, case.spec))(*arguments(inputs)))
     assert "merge_attention_splits" in text
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+LAYERS = {
+    "qwen3_8b": dict(q_heads=32, kv_heads=8, head_dim=128),
+    "gemma2_9b": dict(q_heads=16, kv_heads=8, head_dim=256, window=4096, soft_cap=50.0),
+    "gpt_oss": dict(q_heads=64, kv_heads=8, head_dim=64, window=128, has_sinks=True),
+}
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "num_slots", "is_decode", "num_kernels"),
-    [(16, 64, False, 2), (512, 16, False, 1), (8192, 64, False, 1), (1, 1, True, 2),
-     (64, 64, True, 1)],
+    ("layer", "num_tokens", "num_slots", "is_decode", "num_kernels", "dtype"),
+    [
+        *(("qwen3_8b", *shape, dtype) for dtype in (jnp.bfloat16, jnp.float32) for shape in (
+            (16, 64, False, 2), (512, 16, False, 1), (8192, 64, False, 1), (1, 1, True, 2),
+            (64, 64, True, 1),
+        )),
+        ("gemma2_9b", 16, 64, False, 2, jnp.bfloat16),
+        ("gpt_oss", 512, 16, False, 1, jnp.float32),
+        ("gpt_oss", 64, 64, True, 1, jnp.bfloat16),
+    ],
 )  # fmt: skip
-def test_qwen3_8b_layer_lowers_for_cuda_without_a_gpu(
-    num_tokens, num_slots, is_decode, num_kernels, dtype
+def test_a_models_attention_lowers_for_cuda_without_a_gpu(
+    layer, num_tokens, num_slots, is_decode, num_kernels, dtype
 ):
     case = AttentionCase(
-        name="shape", q_lens=(), kv_lens=(), q_heads=32, kv_heads=8, head_dim=128,
-        num_tokens=num_tokens, num_slots=num_slots, max_context=4096, is_decode=is_decode,
+        name="shape", q_lens=(), kv_lens=(), num_tokens=num_tokens, num_slots=num_slots,
+        max_context=4096, is_decode=is_decode, **LAYERS[layer],
     )  # fmt: skip
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     inputs = make_inputs(case, PALLAS_TRITON)
@@ -275,15 +305,47 @@ def test_qwen3_8b_layer_lowers_for_cuda_without_a_gpu(
         jax.ShapeDtypeStruct(array.shape, dtype)
         for array in (inputs.q, inputs.k, inputs.v, inputs.pool)
     ]
-    scalars = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (inputs.batch, jnp.int32(0))
+    sinks = () if inputs.sinks is None else (jnp.asarray(inputs.sinks, dtype),)
+    rest = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (inputs.batch, jnp.int32(0), *sinks)
     )
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(make_attend(inputs.tiles), donate_argnums=3).trace(*shapes, *scalars)
+        attend = make_attend(inputs.tiles, case.spec)
+        traced = jax.jit(attend, donate_argnums=3).trace(*shapes, *rest)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == num_kernels
     assert "stablehlo.scatter" not in text
     assert "stablehlo.while" not in text
+
+
+INTERPRETED = replace(PALLAS_TRITON, make=functools.partial(make_attend, interpret=True))
+
+
+@pytest.mark.parametrize("name", ["gemma2_soft_caps", "gpt_oss_sinks"])
+def test_a_whole_pass_with_the_kernel_equals_plain_jax(name):
+    """Windows, soft caps and sinks as the models ask for them, behind a cached prefix."""
+    checkpoint = open_fixture(name)
+    tree = model_tree(checkpoint.config, jnp.dtype("float32"), make_mesh())
+    leaves, key, rng = load_leaves(checkpoint, tree), ShapeKey(32, 2, 64), np.random.default_rng(0)
+    rows = tuple(
+        BatchRow(
+            request_id=str(slot), slot=slot, kv_len=kv_len, pages=pages,
+            token_ids=rng.integers(0, 250, q_len).tolist(),
+        )
+        for slot, (q_len, kv_len, pages) in enumerate([(19, 41, (5, 2, 7)), (2, 2, (0,))])
+    )  # fmt: skip
+    spec = type(tree.bind(leaves)).cache_spec(tree.config)
+    shape = pool_shapes(spec, 8, 16, dtype=jnp.dtype("float32"), mesh=make_mesh())[0].shape
+    pool, found = jnp.asarray(rng.normal(size=shape), jnp.float32), []
+    for backend in (INTERPRETED, XLA):
+        layout = BufferLayout(key, backend.tile_shape(*key, page_size=16, is_decode=False), 16)
+        call = jax.jit(Body(tree, backend, layout).__call__, compiler_options=FAST_COMPILE)
+        hidden = jnp.zeros((32, tree.config.hidden_size))
+        buffer = pad(Batch(rows=rows, is_decode=False), layout)
+        (after,), hidden = call(leaves, (pool,), hidden, jnp.zeros(2, jnp.int32), buffer)
+        found.append([np.asarray(after), np.asarray(hidden)[:21]])
+    for kernel, plain in zip(*found, strict=True):
+        np.testing.assert_allclose(kernel, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

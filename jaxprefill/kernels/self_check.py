@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxprefill.errors import KernelError
-from jaxprefill.kernels.attention import AttentionBackend
+from jaxprefill.kernels.attention import CAUSAL, AttentionBackend, AttentionSpec
 from jaxprefill.kernels.attention.cases import AttentionCase, make_inputs
 from jaxprefill.kernels.attention.rotation import plain_norm_and_rotate
 from jaxprefill.kernels.attention.xla import XLA
@@ -36,6 +36,7 @@ def check_attention(
     heads: tuple[int, int, int],
     page_size: int,
     dtype: jnp.dtype,
+    spec: AttentionSpec = CAUSAL,
 ) -> None:
     """Prefill behind a cached prefix and decode, on peaked inputs; heads are (query, KV, dim).
 
@@ -43,7 +44,7 @@ def check_attention(
         KernelError: names the kernel, its error and the limit.
     """
     sizes: dict[str, Any] = dict(zip(("q_heads", "kv_heads", "head_dim"), heads, strict=True))
-    sizes |= {"page_size": page_size, "num_slots": 4, "max_context": 1024}
+    sizes |= {"page_size": page_size, "num_slots": 4, "max_context": 1024} | spec._asdict()
     for case in (
         AttentionCase(name="prefill", q_lens=(30, 3), kv_lens=(930, 3), num_tokens=64, **sizes),
         AttentionCase(
@@ -107,9 +108,10 @@ def _attend(
     inputs = make_inputs(case, backend, peaked=True)
     names = ("q", "k", "v", "pool")
     arrays = (jnp.asarray(getattr(inputs, name), dtype).astype(computed) for name in names)
+    sinks = () if inputs.sinks is None else (jnp.asarray(inputs.sinks),)
     attend = jax.jit(backend.make(inputs.tiles, case.spec))
     with jax.default_matmul_precision("highest"):
-        out, _ = attend(*arrays, inputs.batch, jnp.int32(inputs.first_page))
+        out, _ = attend(*arrays, inputs.batch, jnp.int32(inputs.first_page), *sinks)
     return out[: case.num_real_tokens]
 
 

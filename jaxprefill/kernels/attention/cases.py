@@ -221,4 +221,14 @@ CASES: tuple[AttentionCase, ...] = (
     _decode("decode_window_of_one", 130, 1, num_slots=4, page_size=1, window=1),
     _prefill("soft_cap_and_sinks", 37, 5, prefix=140, window=100, soft_cap=1.5, has_sinks=True),
     _decode("decode_soft_cap_and_sinks", 300, 1, 129, num_slots=4, soft_cap=1.5, has_sinks=True),
+    AttentionCase(
+        name="soft_cap_rows_and_chunk_gqa_7",
+        q_lens=(1, 30, 1, 1),
+        kv_lens=(5, 63, 77, 200),
+        q_heads=14,
+        num_slots=8,
+        max_context=256,
+        soft_cap=3.0,
+    ),
+    _decode("decode_window_sinks_mha", 150, 1, num_slots=4, q_heads=2, window=9, has_sinks=True),
 )

@@ -42,7 +42,6 @@ _LOWEST, _LEAST_SUM = -1e20, 1e-30
 _LOG2_E = 1.4426950408889634
 _MIN_DOT = 16  # smallest side of a Triton dot
 _MAX_BLOCK_BYTES = 32768  # of keys: three blocks of keys and values fit in shared memory
-_MAX_PAGE_SIZE = 128
 _WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 _MAX_SPLITS = 16
 _MIN_SPLIT_BLOCKS = 4  # a split of fewer key blocks costs more than it saves
@@ -72,7 +71,7 @@ class _Sizes(NamedTuple):
     kv_heads: int
     page_size: int
     dim: int
-    window: int | None
+    spec: AttentionSpec
     interpret: bool
 
     @property
@@ -84,9 +83,14 @@ class _Sizes(NamedTuple):
         return max(self.tile_q * self.padded_group, _MIN_DOT)
 
     @property
+    def score_scale(self) -> float:
+        return self.dim**-0.5
+
+    @property
     def scale(self) -> float:
-        """Of scores whose exponents are base 2."""
-        return self.dim**-0.5 * _LOG2_E
+        """Of scores as `_online_softmax` holds them; exponents are base 2."""
+        cap = self.spec.soft_cap
+        return (self.score_scale if cap is None else cap) * _LOG2_E
 
 
 class _Separate(NamedTuple):
@@ -128,6 +132,7 @@ class _Refs(NamedTuple):
     pool_in: Ref  # [2, K, P * S, D]
     batch: Any  # RaggedBatch of refs, num_tiles [1]
     first_page: Ref  # [1]
+    sinks: Ref  # None, or [H]
     arrivals_in: Ref  # None, or [N * K]: zeros between launches
     out: Ref  # [T, H, D]
     pool: Ref  # [2, K, P * S, D]
@@ -174,9 +179,9 @@ def make_attend(
     """Attention of one compiled shape; `interpret` runs it on any device, slowly."""
 
     def write_and_attend(q, k, v, pool, batch, first_page, sinks=None):  # pyright: ignore
-        assert sinks is None, "the capabilities name no sinks"
         sizes = _sizes(shape, spec, q.shape, pool, interpret=interpret)
-        out, pool, _ = _attend(sizes, _Separate(q, k, v), pool, batch, first_page, None)
+        new = _Separate(q, k, v)
+        out, pool, _ = _attend(sizes, _Operands(new, pool, batch, first_page, sinks, None))
         return out, pool
 
     return write_and_attend
@@ -196,7 +201,8 @@ def make_attend_to_heads(
         kv_heads = pool.shape[1]
         q_shape = (len(batch.kv_rows), heads.shape[1] - 2 * kv_heads, heads.shape[2])
         sizes = _sizes(shape, spec, q_shape, pool, interpret=interpret)
-        out, pool, left = _attend(sizes, _Stacked(heads), pool, batch, first_page, arrivals)
+        operands = _Operands(_Stacked(heads), pool, batch, first_page, None, arrivals)
+        out, pool, left = _attend(sizes, operands)
         return out, pool, arrivals if left is None else left
 
     return write_and_attend
@@ -227,24 +233,35 @@ def _sizes(
         kv_heads=kv_heads,
         page_size=page_size,
         dim=dim,
-        window=spec.window,
+        spec=spec,
         interpret=interpret,
     )
 
 
-def _attend(
-    sizes: _Sizes,
-    new: _Separate | _Stacked,
-    pool: Array,
-    batch: RaggedBatch,
-    first_page: Array,
-    arrivals: Array | None,
-) -> tuple[Array, Array, Array | None]:
+class _Operands(NamedTuple):
+    """See `_Refs`."""
+
+    new: Any
+    pool: Any
+    batch: Any
+    first_page: Any
+    sinks: Any
+    arrivals: Any
+
+
+def _attend(sizes: _Sizes, operands: _Operands) -> tuple[Array, Array, Array | None]:
     """(out, pool, arrivals if this launch has used them)."""
-    rows = pool.reshape(2, sizes.kv_heads, -1, sizes.dim)
+    pool, batch, arrivals = operands.pool, operands.batch, operands.arrivals
     batch = batch._replace(num_tiles=batch.num_tiles.reshape(1))
-    counters = arrivals if sizes.num_splits > 1 else None
-    results = _launch(sizes, _Operands(new, rows, batch, first_page.reshape(1), counters))
+    results = _launch(
+        sizes,
+        operands._replace(
+            pool=pool.reshape(2, sizes.kv_heads, -1, sizes.dim),
+            batch=batch,
+            first_page=operands.first_page.reshape(1),
+            arrivals=arrivals if sizes.num_splits > 1 else None,
+        ),
+    )
     out, rows, *parts = results
     if parts and arrivals is None:
         out = _launch_merge(sizes, batch, parts, out)
@@ -260,16 +277,6 @@ def _num_splits(
         return 1
     programs = max(num_tokens // shape.tile_q, 1) * kv_heads
     return min(_power_of_two(max(_WANTED_PROGRAMS // programs, 1)), _MAX_SPLITS)
-
-
-class _Operands(NamedTuple):
-    """See `_Refs`."""
-
-    new: Any
-    pool: Any
-    batch: Any
-    first_page: Any
-    arrivals: Any
 
 
 def _launch(sizes: _Sizes, operands: _Operands) -> tuple[Array, ...]:
@@ -291,7 +298,9 @@ def _launch(sizes: _Sizes, operands: _Operands) -> tuple[Array, ...]:
         grid=(sizes.num_tiles, sizes.kv_heads, sizes.num_splits),
         out_shape=shapes,
         input_output_aliases=aliases,
-        compiler_params=_compiler_params(sizes),
+        compiler_params=plt.CompilerParams(
+            num_warps=4, num_stages=2 if sizes.num_rows >= 128 else 3
+        ),
         interpret=sizes.interpret,
         name="ragged_paged_attention",
     )
@@ -311,20 +320,17 @@ def _launch_merge(sizes: _Sizes, batch: RaggedBatch, parts: Sequence[Array], out
     return call(batch, *parts, out)
 
 
-def _compiler_params(sizes: _Sizes) -> plt.CompilerParams:
-    return plt.CompilerParams(num_warps=4, num_stages=2 if sizes.num_rows >= 128 else 3)
-
-
 def _kernel(
     new: Any,
     pool_in: Ref,
     batch: Any,
     first_page: Ref,
+    sinks: Any,
     arrivals: Any,
     *results: Ref,
     sizes: _Sizes,
 ) -> None:
-    refs = _Refs(new, pool_in, batch, first_page, arrivals, *results)
+    refs = _Refs(new, pool_in, batch, first_page, sinks, arrivals, *results)
     # Later tiles of a request see more keys: they start first.
     index, head = sizes.num_tiles - 1 - pl.program_id(0), pl.program_id(1)
     split = pl.program_id(2)
@@ -347,8 +353,8 @@ def _read_tile(batch: Any, index: Int32[Array, ""], sizes: _Sizes) -> _Tile:
     q_len = batch.q_lens[slot]
     prefix = batch.kv_lens[slot] - q_len
     first_block = jnp.int32(0)
-    if sizes.window is not None:
-        oldest = jnp.maximum(prefix + start - (sizes.window - 1), 0)
+    if sizes.spec.window is not None:
+        oldest = jnp.maximum(prefix + start - (sizes.spec.window - 1), 0)
         first_block = jnp.minimum(oldest, prefix) // sizes.block_k
     blocks = pl.cdiv(prefix, sizes.block_k) - first_block
     split_blocks = jnp.maximum(pl.cdiv(blocks, sizes.num_splits), _MIN_SPLIT_BLOCKS)
@@ -396,14 +402,13 @@ def _attend_tile(
     in_group = jnp.minimum(row % sizes.padded_group, sizes.group - 1)
     at, heads = tile.first + token, head * sizes.group + in_group
     queries = refs.new.queries(at, heads, sizes).astype(refs.pool.dtype)
-    zeros = jnp.zeros((sizes.num_rows,), jnp.float32)
-    carry = (zeros + _LOWEST, zeros, jnp.zeros((sizes.num_rows, sizes.dim), jnp.float32))
+    carry = _nothing_seen(refs, heads, split, sizes)
 
     def in_window(key, distance):  # pyright: ignore
         """Whether a query sees `key`; `distance` from the tile's keys to its queries."""
-        if sizes.window is None:
+        if sizes.spec.window is None:
             return None
-        return key[None] > (token + distance)[:, None] - sizes.window
+        return key[None] > (token + distance)[:, None] - sizes.spec.window
 
     # This split's cached keys: all visible but the last block's end; rows are read a block ahead.
     def cached(block, carry, *, is_whole):  # pyright: ignore
@@ -413,7 +418,7 @@ def _attend_tile(
         key = block * block_k + _iota(block_k)
         end = jnp.broadcast_to((key < tile.prefix)[None], (sizes.num_rows, block_k))
         visible = _both(in_window(key, tile.prefix), None if is_whole else end)
-        known = _online_softmax(queries, keys, values, known, scale=sizes.scale, visible=visible)
+        known = _online_softmax(queries, keys, values, known, sizes, visible=visible)
         return *known, rows
 
     # New keys, in the first split: causal on the diagonal, all visible in the blocks before it.
@@ -424,7 +429,7 @@ def _attend_tile(
         values = refs.new.values(source, head, sizes)
         visible = key[None] <= token[:, None] if is_causal else None
         visible = _both(visible, in_window(key, 0))
-        return _online_softmax(queries, keys, values, carry, scale=sizes.scale, visible=visible)
+        return _online_softmax(queries, keys, values, carry, sizes, visible=visible)
 
     first = tile.first_block + split * tile.split_blocks
     last = jnp.minimum(first + tile.split_blocks, pl.cdiv(tile.prefix, block_k))
@@ -433,7 +438,8 @@ def _attend_tile(
     carry = lax.fori_loop(first, whole, functools.partial(cached, is_whole=True), carry)
     carry = lax.fori_loop(whole, last, functools.partial(cached, is_whole=False), carry)[:-1]
     is_first = (split == 0).astype(jnp.int32)
-    oldest = 0 if sizes.window is None else _oldest_new(tile, sizes.window) // block_k
+    window = sizes.spec.window
+    oldest = 0 if window is None else jnp.maximum(tile.start - (window - 1), 0) // block_k
     diagonal, last = is_first * (tile.start // block_k), is_first * pl.cdiv(tile.end, block_k)
     carry = lax.fori_loop(oldest, diagonal, functools.partial(new, is_causal=False), carry)
     carry = lax.fori_loop(diagonal, last, functools.partial(new, is_causal=True), carry)
@@ -456,6 +462,19 @@ def _attend_tile(
         refs.weights[split, at, heads] = top * sizes.scale + jnp.log2(total)
         if refs.arrivals is not None:
             _merge_if_last(refs, tile, head, at, heads, sizes)
+
+
+def _nothing_seen(
+    refs: _Refs, heads: Int32[Array, " rows"], split: Int32[Array, ""], sizes: _Sizes
+) -> Carry:
+    """What the sums begin with; a sink is a key without a value, which the first split has seen."""
+    zeros = jnp.zeros((sizes.num_rows,), jnp.float32)
+    acc = jnp.zeros((sizes.num_rows, sizes.dim), jnp.float32)
+    if refs.sinks is None:
+        return zeros + _LOWEST, zeros, acc
+    sinks = refs.sinks[heads].astype(jnp.float32) * (_LOG2_E / sizes.scale)
+    total = zeros + (split == 0).astype(jnp.float32)
+    return jnp.where(total > 0, jnp.maximum(sinks, _LOWEST), _LOWEST), total, acc
 
 
 def _merge_if_last(
@@ -524,11 +543,6 @@ def _cached_rows(refs: _Refs, tile: _Tile, block: Any, sizes: _Sizes) -> Int32[A
     return page * sizes.page_size + key % sizes.page_size
 
 
-def _oldest_new(tile: _Tile, window: int) -> Int32[Array, ""]:
-    """The first new token of the request that some query of the tile sees."""
-    return jnp.maximum(tile.start - (window - 1), 0)
-
-
 def _both(
     one: Bool[Array, "rows k"] | None, other: Bool[Array, "rows k"] | None
 ) -> Bool[Array, "rows k"] | None:
@@ -540,13 +554,15 @@ def _online_softmax(
     keys: Shaped[Array, "k D"],
     values: Shaped[Array, "k D"],
     carry: Carry,
+    sizes: _Sizes,
     *,
-    scale: float,
     visible: Bool[Array, "rows k"] | None,
 ) -> Carry:
     """One block of keys folded into running (max before the scale, sum, weighted values)."""
-    top, total, acc = carry
+    (top, total, acc), scale = carry, sizes.scale
     scores = _dot(queries, keys, trans_b=True)
+    if sizes.spec.soft_cap is not None:  # the cap itself is part of the scale
+        scores = jnp.tanh(scores * (sizes.score_scale / sizes.spec.soft_cap))
     if visible is not None:
         scores = jnp.where(visible, scores, _MASKED)
     new_top = jnp.maximum(top, scores.max(1))
@@ -572,9 +588,11 @@ PALLAS_TRITON = AttentionBackend(
     capabilities=Capabilities(
         platforms=frozenset({"gpu"}),
         dtypes=frozenset({"float32", "bfloat16"}),
-        max_page_size=_MAX_PAGE_SIZE,
+        max_page_size=128,
         head_dims=frozenset({16, 32, 64, 128, 256}),  # sides of a Triton dot: powers of two
         has_window=True,
+        has_soft_cap=True,
+        has_sinks=True,
         has_max_context=True,
     ),
     tile_shape=_tile_shape,
