@@ -191,9 +191,7 @@ def test_gemma3_has_two_rotations_and_needs_a_window():
         read(**gemma, sliding_window=None)
 
 
-def test_gemma2_takes_null_for_no_soft_cap_and_gpt_oss_refuses_quantised_weights():
+def test_gemma2_takes_null_for_no_soft_cap():
     found = read("Gemma2ForCausalLM", attn_logit_softcapping=None)
     assert found.attention_soft_cap is None and found.logit_soft_cap == 30
     assert found.activation == "gelu_tanh" and found.norms_per_layer == 4
-    with pytest.raises(CheckpointError, match="quantization_config"):
-        read("GptOssForCausalLM", quantization_config={"quant_method": "mxfp4"})

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxprefill.config import ModelConfig
-from jaxprefill.models.decoder import Fused
+from jaxprefill.models.decoder import Fused, TensorIndex
 from jaxprefill.models.dense import DenseDecoder
 from jaxprefill.models.hf_config import read_dense
 from jaxprefill.models.hf_values import HfValues, config_errors
@@ -34,7 +34,7 @@ _DEFAULTS = {
 
 
 class GptOss(DenseDecoder):
-    """The router's softmax runs over the chosen experts; weights unquantised (no MXFP4)."""
+    """The router's softmax runs over the chosen experts."""
 
     model_type = "gpt_oss"
 
@@ -68,6 +68,13 @@ class GptOss(DenseDecoder):
             has_sinks=True,
             moe=moe,
         )
+
+    @classmethod
+    def parts_of(cls, name: str, shape: tuple[int, ...]) -> dict[str, TensorIndex]:
+        """See `decoder.Decoder`: experts in MXFP4 are two tensors, blocks and their scales."""
+        if ".experts." not in name:
+            return {name: ()}
+        return {name.removesuffix("_blocks").replace("_proj_scales", "_proj.scale"): ()}
 
     @classmethod
     def layer_sources(cls, config: ModelConfig, name: str) -> dict[str, Fused]:

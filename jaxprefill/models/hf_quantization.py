@@ -6,6 +6,7 @@ from typing import Any
 from jaxprefill.errors import CheckpointError
 from jaxprefill.models.hf_values import HfValues
 
+MXFP4_BLOCK = (1, 32)
 _WHERE = "config.json: quantization_config"
 _ONLY = {
     "fmt": (None, "e4m3"),
@@ -15,7 +16,7 @@ _ONLY = {
 
 
 def read_block_size(hf: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale in eight-bit weights; None where none are quantised.
+    """Rows and columns that share a scale; None where no weights are quantised.
 
     Raises:
         CheckpointError: they are quantised in another way.
@@ -23,9 +24,11 @@ def read_block_size(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     given = HfValues(hf).mapping("quantization_config")
     if not given:
         return None
+    if given.get("quant_method") == "mxfp4":
+        return MXFP4_BLOCK
     if given.get("quant_method") != "fp8" or given.get("weight_block_size") is None:
         raise CheckpointError(
-            f"{_WHERE} must have quant_method fp8 and a weight_block_size, got "
+            f"{_WHERE} must have quant_method mxfp4, or fp8 and a weight_block_size, got "
             f"{given.get('quant_method')!r} and {given.get('weight_block_size')!r}: other "
             "quantised weights in safetensors are not supported; use the model's unquantised "
             "weights or a GGUF file"

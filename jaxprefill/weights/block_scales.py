@@ -2,6 +2,8 @@
 
     F8_E4M3   a block is `weight_block_size` of config.json; those at the ends are cut off
     I8, U8    two e2m1 numbers a byte, the low four bits first; a block is 32 of a row
+    U8        the same of all experts, [experts, outputs, blocks, 16]: gpt-oss's MXFP4, which is
+              read as [experts, inputs, outputs]
 
 Scales are numbers, or powers of two: E8M0, whose bits may be called U8.
 """
@@ -11,19 +13,23 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from jaxprefill.errors import CheckpointError
+from jaxprefill.models.hf_quantization import MXFP4_BLOCK
 from jaxprefill.weights.safetensors_files import StoredTensor
 
 _E8M0 = jnp.dtype("float8_e8m0fnu")
 _BYTES = ("I8", "U8")
 _POWERS = ("F8_E8M0", "U8")
 _SCALES = ("F32", "BF16", "F16", *_POWERS)
-_FP4_BLOCK = (1, 32)
 _SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_SIZES, -_SIZES])
+_STACKED = 4  # dimensions of blocks that hold all experts
 
 
 def scaled_shape(weight: StoredTensor) -> tuple[int, ...]:
     """The shape of the numbers that the tensor holds."""
+    if len(weight.shape) == _STACKED:
+        experts, outputs, blocks, half = weight.shape
+        return experts, blocks * 2 * half, outputs
     *rows, columns = weight.shape
     return (*rows, columns * (2 if weight.dtype in _BYTES else 1))
 
@@ -42,9 +48,12 @@ def require_scaled(
             f"tensor {name!r} has scales, so config.json must hold a quantization_config with "
             "their weight_block_size; fetch it again"
         )
-    shape, sides = scaled_shape(weight), _FP4_BLOCK if weight.dtype in _BYTES else block
+    shape, sides = scaled_shape(weight), MXFP4_BLOCK if weight.dtype in _BYTES else block
     wanted = tuple(-(-size // side) for size, side in zip(shape, sides, strict=False))
-    if len(shape) != 2 or scales.shape != wanted:
+    is_known = len(shape) == 2
+    if len(weight.shape) == _STACKED:
+        wanted, is_known = weight.shape[:3], weight.dtype == "U8" and weight.shape[3] == 16
+    if not is_known or scales.shape != wanted:
         raise CheckpointError(
             f"tensor {name!r} of shape {list(shape)} must have scales of shape {list(wanted)}, one "
             f"a block of {sides[0]} x {sides[1]}, got {list(scales.shape)}; the files do not match "
@@ -53,13 +62,19 @@ def require_scaled(
 
 
 def dequantize(
-    values: Shaped[np.ndarray, "rows _"],
-    scales: Shaped[np.ndarray, "_ _"],
+    values: Shaped[np.ndarray, "rows _"] | Shaped[np.ndarray, "experts outputs blocks 16"],
+    scales: Shaped[np.ndarray, "_ _"] | Shaped[np.ndarray, "experts outputs blocks"],
     block: tuple[int, int],
-) -> Float[np.ndarray, "rows columns"]:
+) -> Float[np.ndarray, "rows columns"] | Float[np.ndarray, "experts inputs outputs"]:
     """The weight: bfloat16 where scales are powers of two, as all of its bits fit; else float32."""
+    if values.ndim == _STACKED:
+        experts, outputs, blocks, half = values.shape
+        found = np.empty((experts, blocks * 2 * half, outputs), jnp.bfloat16)
+        for at in range(experts):  # one in float32 at a time
+            found[at] = dequantize(values[at].reshape(outputs, -1), scales[at], block).T
+        return found
     if values.dtype.name in ("int8", "uint8"):
-        values, block = _unpacked(values.view(np.uint8)), _FP4_BLOCK
+        values, block = _unpacked(values.view(np.uint8)), MXFP4_BLOCK
     if is_exact := scales.dtype.name in ("uint8", _E8M0.name):
         scales = scales.view(_E8M0)
     weight = values.astype(np.float32)

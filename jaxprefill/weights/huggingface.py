@@ -135,8 +135,8 @@ class HuggingFaceCheckpoint:
                 found[own] = _Stored(name, at)
         for suffix in _SCALES:
             for name in [each for each in found if each.endswith(suffix)]:
-                weight = name.removesuffix(suffix) + ".weight"
-                if weight in found:
+                stem = name.removesuffix(suffix)
+                for weight in {stem, f"{stem}.weight"} & found.keys():
                     found[weight] = found[weight]._replace(scale=found.pop(name).name)
         return found
 

@@ -3,13 +3,18 @@
 import numpy as np
 import pytest
 
+from jaxprefill.models.hf_quantization import MXFP4_BLOCK
 from jaxprefill.models.registry import read_config
+from jaxprefill.weights.block_scales import dequantize
 from jaxprefill.weights.huggingface import HuggingFaceCheckpoint
 from tests.oracle.cases import SIZES, VOCAB
 from tests.tiny import TensorsCheckpoint, tiny_engine
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.oracle import deepseek
 from tests.oracle.transformers_model import hidden_rows, make_model, prompt_logprobs, weights
@@ -84,3 +89,12 @@ def test_a_deepseek_v4_that_transformers_saved_is_read_back(tmp_path):
     for name, value in wanted.items():
         assert found.shape(name) == value.shape
         np.testing.assert_array_equal(found.read(name), value, err_msg=name)
+
+
+def test_mxfp4_is_decoded_as_transformers_does():
+    rng = np.random.default_rng(3)
+    blocks = rng.integers(0, 256, (2, 6, 3, 16)).astype(np.uint8)
+    scales = rng.integers(100, 150, (2, 6, 3)).astype(np.uint8)
+    wanted = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
+    found = dequantize(blocks, scales, MXFP4_BLOCK)
+    np.testing.assert_array_equal(found.astype(np.float32), wanted.float().numpy())
