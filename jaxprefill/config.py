@@ -1,5 +1,6 @@
 """What a model is and how an engine is asked to run, as plain host data. Knows no device."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
@@ -321,13 +322,17 @@ class EngineConfig:
             raise ConfigError(f"page_size must be a power of two, 1 to 128, got {self.page_size}")
         if not 0.05 <= self.memory_fraction <= 0.98:
             raise ConfigError(f"memory_fraction must be 0.05 to 0.98, got {self.memory_fraction}")
-        if self.max_padding_factor is not None and not self.max_padding_factor >= 1:
+        factor = self.max_padding_factor
+        if factor is not None and not 1 <= factor < math.inf:
             raise ConfigError(
-                f"max_padding_factor must be at least 1, not {self.max_padding_factor}"
+                "max_padding_factor must be a number from 1, or left out for no limit, "
+                f"got {factor}"
             )
         for value in self.prefill_max_context:
             if value < 1:
                 raise ConfigError(f"prefill_max_context must be a positive integer, got {value}")
+        if not self.prefill_buckets:
+            raise ConfigError("prefill_buckets must name at least one count, got none")
         if isinstance(self.prefill_buckets, str):
             check_choice(
                 "prefill_buckets", self.prefill_buckets, (*NAMED_LADDERS, "counts like 16,64,256")

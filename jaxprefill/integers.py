@@ -14,6 +14,7 @@ _SCALES = {"": 1} | {
     for suffixes, base in (("kmgt", 1000), ("KMGT", 1024))
     for power, suffix in enumerate(suffixes)
 }
+_MOST_DIGITS = 30  # more than any count has; Python refuses to read thousands of them
 _COUNT = re.compile(r"([+-]?\d+)(?:\.(\d+))?([kKmMgGtT]?)")
 
 
@@ -26,9 +27,9 @@ def parse_count(name: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
+    if match is None or len(value) > _MOST_DIGITS:
         raise ConfigError(
-            f"{name} must be a whole number such as 4096, 200k or 256K, got {value!r}"
+            f"{name} must be a whole number such as 4096, 200k or 256K, got {value!r:.80}"
         )
     whole, fraction, suffix = match.groups()
     scale = _SCALES[suffix]

@@ -42,6 +42,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         return _parse_float(name, value)
     if isinstance(value, str) and hint is not bool:
         return value
+    if get_origin(hint) is Literal:
+        raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
     raise ConfigError(f"{name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
 
 
@@ -58,7 +60,7 @@ def read_keys(name: str, given: Any, known: Collection[str]) -> dict[str, Any]:
         text = given if given.lstrip()[:1] in ("{", "[") else _read_file(name, given, keys)
         try:
             found = json.loads(text, object_pairs_hook=_unique)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{name} must be a JSON object, got {error}; {keys}") from None
     if not isinstance(found, Mapping):
         raise ConfigError(f"{name} must be a JSON object or a file of one, got {found!r}; {keys}")
@@ -77,7 +79,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _read_file(name: str, path: str, keys: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin with a mark
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{name} must be a JSON object or a file of one, got {path!r}: {error}; {keys}"

@@ -44,7 +44,7 @@ def test_counts_are_read_as_people_write_them(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "k", "1.5", "25.6K", "0.0001k", "1e3", "4 k", None, True, 1.0]
+    "text", ["", "k", "1.5", "25.6K", "0.0001k", "1e3", "4 k", None, True, 1.0, "9" * 5000]
 )
 def test_what_is_no_whole_number_is_refused_by_name(text):
     with pytest.raises(ConfigError, match="some_option"):
@@ -70,6 +70,9 @@ def test_lists_of_counts():
         ("memory_fraction", 2, "memory_fraction"),
         ("max_padding_factor", 0.5, "max_padding"),
         ("max_padding_factor", "nan", "max_padding"),
+        ("max_padding_factor", "inf", "left out for no limit"),
+        ("prefill_buckets", [], "at least one count"),
+        ("prefill_backend", None, "one of auto, full, layerwise, eager, got None"),
         ("prefill_max_context", "0", "positive"),
         ("prefill_max_context", "25.6K", "25.6k"),
         ("strict_prefill", "yes", "strict_prefill"),
@@ -144,6 +147,8 @@ def test_max_contexts_are_rounded_up_to_a_page_and_checked_after():
     with pytest.raises(ConfigError, match="context_length, 700, the width"):
         plan(context_length=700, prefill_max_context="700")
     assert plan(context_length=700, prefill_max_context="688").ladder.max_contexts == (688,)
+    with pytest.raises(ConfigError, match=r"in whole pages of 128\); leave it out to take every"):
+        plan(context_length=100, page_size=128, prefill_max_context="100")
 
 
 def test_rounding_is_logged_and_what_no_executable_uses_is_warned_about(caplog):
@@ -250,6 +255,7 @@ def test_prefill_config_wins_over_flags_and_flags_over_defaults(form, tmp_path):
         ('{"page_size": 8}', "unknown key page_size"),
         ('{"strict_prefill": true', "JSON object, got"),
         ("[1]", "JSON object"),
+        ('{"a":' * 5000, "recursion"),
         ('{"strict_prefill": true, "strict_prefill": false}', "strict_prefill twice"),
         ("no/such/file.json", "no/such/file.json"),
         (5, "got 5"),
@@ -299,6 +305,10 @@ def test_resolved_options_say_what_was_left_open():
     assert found["dtype"].value == "float32" and found["attention_backend"].value == "xla"
     assert found["prefill_buckets"].why == "default of a cpu"
     assert all(why for value, why in found.values())
+    found = resolved_options(plan(prefill_buckets="16,64", chunked_prefill_size=32))
+    assert found["prefill_buckets"] == ((16, 32), "cut at chunked_prefill_size")
+    found = resolved_options(plan(prefill_max_context="100", prefill_backend="eager"))
+    assert found["prefill_max_context"] == ((8192,), "ignored, as prefill_backend is eager")
 
 
 def test_graph_memory_is_told_by_executable_as_the_driver_counts_it(monkeypatch):

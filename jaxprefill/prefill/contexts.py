@@ -54,7 +54,9 @@ def _refuse(value: int, pages: int, page_size: int, model_context: int, context:
     if pages <= model_context:
         limit = f"context_length, {context}, the width of the longest page table"
     rounding = f" ({pages} in whole pages of {page_size})" if pages != value else ""
+    largest = context // page_size * page_size
+    remedy = f"give at most {largest}, or leave it out" if largest else "leave it out"
     raise ConfigError(
-        f"prefill_max_context must be at most {limit}, got {value}{rounding}; give at most "
-        f"{context // page_size * page_size}, or leave it out to take every context"
+        f"prefill_max_context must be at most {limit}, got {value}{rounding}; {remedy} to take "
+        "every context"
     )
