@@ -1,6 +1,7 @@
 """Runs the tiny model on several devices, and prints as JSON what came out (test_devices.py).
 
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.on_devices 1 2 4
+python -m tests.on_devices 2 4 --families          (see `family_differences`)
 python -m tests.on_devices 2 --process 0 --port 12345 --cache folder    (and --process 1)
 """
 
@@ -20,15 +21,21 @@ import numpy as np
 from jaxprefill import SamplingParams
 from jaxprefill.batch import Batch
 from jaxprefill.errors import ConfigError
+from jaxprefill.models.deepseek_v4.hf import read_deepseek
+from jaxprefill.models.registry import read_config
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.weights.convert import convert
 from jaxprefill.weights.load import load_leaves
 from jaxprefill.weights.locate import open_checkpoint
+from tests.bodies import hidden_rows, random_checkpoint
+from tests.oracle.cases import CASES
 from tests.reference import greedy, prompt_logprobs, reference_embedding
+from tests.test_deepseek_v4 import fixture_config
 from tests.test_paths import poisoned, random_prompt, row
 from tests.tiny import TinyCheckpoint, tiny_engine
 
+FAMILIES = ("qwen3_moe", "gpt_oss_sinks")
 POISON = 270  # an id whose embedding is NaN
 OPTIONS = dict(
     prefill_buckets=(16,),
@@ -132,6 +139,34 @@ def restores_alike(checkpoint: TinyCheckpoint, num_devices: int) -> bool:
         )
 
 
+def family_differences(devices: list[int]) -> dict[str, float]:
+    """How far rows of families with experts are from one device's, at most."""
+    hybrid = [
+        f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed")
+    ]
+    latent = dict(
+        num_hidden_layers=3,
+        layer_types=hybrid,
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        compress_rates={"heavily_compressed_attention": 16},
+        num_attention_heads=8,
+        o_groups=4,
+        sliding_window=9,
+        index_topk=3,
+    )
+    configs = {case.name: read_config(case.hf) for case in CASES if case.name in FAMILIES}
+    configs["deepseek_v4"] = read_deepseek(fixture_config() | latent)
+    worst = dict.fromkeys(configs, 0.0)
+    for name, config in configs.items():
+        checkpoint = random_checkpoint(config)
+        one = hidden_rows(checkpoint, 1)
+        assert np.isfinite(one).all() and np.abs(one).max() > 0.1
+        for num_devices in devices:
+            off = np.abs(hidden_rows(checkpoint, num_devices) - one).max()
+            worst[name] = max(worst[name], float(off))
+    return worst
+
+
 def disagree(checkpoint: TinyCheckpoint, process: int) -> str:
     """What a process is told whose options differ from the others'."""
     try:
@@ -147,9 +182,12 @@ def main() -> None:
     parser.add_argument("--process", type=int)
     parser.add_argument("--port")
     parser.add_argument("--cache")
+    parser.add_argument("--families", action="store_true")
     args = parser.parse_args()
     checkpoint = make_checkpoint()
-    if args.process is None:
+    if args.families:
+        found = family_differences(args.devices)
+    elif args.process is None:
         found = {n: measure(checkpoint, n) for n in args.devices}
         found["restored"] = [restores_alike(checkpoint, n) for n in args.devices]
         found["expected"] = [greedy(checkpoint, ids, 4) for ids in PROMPTS]

@@ -261,10 +261,8 @@ def test_what_is_not_supported_is_named(change, message):
         read_deepseek(fixture_config() | change)
 
 
-def test_the_plan_asks_for_one_device_and_pages_of_whole_windows():
+def test_the_plan_asks_for_pages_of_whole_windows():
     sizes = dict(kind="cpu", memory_bytes=2**34, has_bf16_matmul=False, num_devices=2)
     device = DeviceInfo(platform="cpu", **sizes)
     with pytest.raises(ConfigError, match="page_size must be at least the 4 tokens"):
         make_plan(EngineConfig(page_size=2), checkpoint().config, device)
-    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1 for DeepseekV4"):
-        make_plan(EngineConfig(tensor_parallel_size=2), checkpoint().config, device)

@@ -13,8 +13,10 @@ import pytest
 from jaxprefill.config import EngineConfig
 from jaxprefill.errors import ConfigError
 from jaxprefill.kernels.device import DeviceInfo
+from jaxprefill.models.deepseek_v4.hf import read_deepseek
 from jaxprefill.models.sharding import share_of
 from jaxprefill.plan import make_plan
+from tests.test_deepseek_v4 import fixture_config
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +70,13 @@ def assert_near(one, other) -> None:
             assert_near(one[key], other[key])
     else:
         assert one == other
+
+
+@pytest.mark.long
+def test_experts_and_latent_attention_are_shared_out_too():
+    (worst,) = results(start(2, 4, "--families", num_devices=4))
+    assert set(worst) == {"qwen3_moe", "gpt_oss_sinks", "deepseek_v4"}
+    assert max(worst.values()) <= 1e-4
 
 
 @pytest.mark.slow
@@ -159,6 +168,8 @@ def test_a_model_that_cannot_be_shared_out_names_what_does_not_come_out_even():
         plan(4)
     with pytest.raises(ConfigError, match="100 MLP columns evenly, got 3"):
         share_of(tiny_config(mlp_size=100), 3)
+    with pytest.raises(ConfigError, match="2 groups of heads evenly, got 4; choose a divisor of 2"):
+        share_of(read_deepseek(fixture_config()), 4)
     with pytest.raises(ConfigError, match="tensor_parallel_size must be at least 1, got 0"):
         plan(0)
 

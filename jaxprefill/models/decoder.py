@@ -55,13 +55,15 @@ def rotary_tables(config: ModelConfig) -> int:
     return 2 if config.latent is None and config.sliding_rope is None else 4
 
 
-def layer_rotary(
-    config: ModelConfig, spec: AttentionSpec, tables: Float[Array, "tables T half"]
-) -> Float[Array, "own T half"]:
-    """The tables that layers of this kind read: those with a window may have some of their own."""
-    if config.sliding_rope is None:
-        return tables
-    return tables[:2] if spec.window is None else tables[2:]
+def layer_rotations(config: ModelConfig) -> tuple[int, ...]:
+    """Which pair of `Decoder.rotary`'s tables each layer reads.
+
+    Layers with a window may have one of their own, and so may those with compressed entries.
+    """
+    if config.latent is not None:
+        return tuple(int(kind != "sliding") for kind in config.latent.layer_kinds)
+    has_two = config.sliding_rope is not None
+    return tuple(int(has_two and window is not None) for window in config.windows)
 
 
 def layer_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:

@@ -69,17 +69,16 @@ def share_of(config: ModelConfig, num_shards: int) -> ModelConfig:
     rounded up: the last share ends in rows that belong to no id.
 
     Raises:
-        ConfigError: heads or MLP cannot be shared out evenly.
+        ConfigError: heads, their groups or MLP cannot be shared out evenly.
     """
     if num_shards == 1:
         return config
-    if config.latent is not None:
-        raise ConfigError(
-            f"tensor_parallel_size must be 1 for {config.architecture}, got {num_shards}: its "
-            "attention is not shared out"
-        )
-    kv_heads = config.num_kv_heads
-    for name, size in (("query heads", config.num_q_heads), ("MLP columns", config.mlp_size)):
+    kv_heads, latent = config.num_kv_heads, config.latent
+    sizes = {"query heads": config.num_q_heads, "MLP columns": config.mlp_size}
+    if latent is not None:
+        sizes["groups of heads"] = latent.num_groups
+        latent = replace(latent, num_groups=latent.num_groups // num_shards)
+    for name, size in sizes.items():
         if size % num_shards:
             raise _uneven(name, size, num_shards)
     if kv_heads % num_shards and num_shards % kv_heads:
@@ -89,6 +88,7 @@ def share_of(config: ModelConfig, num_shards: int) -> ModelConfig:
         num_q_heads=config.num_q_heads // num_shards,
         num_kv_heads=max(1, kv_heads // num_shards),
         mlp_size=config.mlp_size // num_shards,
+        latent=latent,
         vocab_size=-(-config.vocab_size // num_shards),
         num_shards=num_shards,
     )

@@ -21,7 +21,7 @@ from jaxprefill.models.decoder import (
     LayerInputs,
     Pools,
     attention_specs,
-    layer_rotary,
+    layer_rotations,
     layer_specs,
 )
 from jaxprefill.models.tree import LayerLeaves, Leaves, ModelTree
@@ -58,10 +58,17 @@ def write_hidden(
 
 
 class LayerKind(NamedTuple):
-    """Layers of one kind are one function: what they ask of attention, and their structure."""
+    """Layers of one kind are one function.
+
+    Attributes:
+        spec: what they ask of attention.
+        form: their structure.
+        rotation: which pair of rotary tables they read.
+    """
 
     spec: AttentionSpec
     form: int
+    rotation: int
 
 
 class Body:
@@ -84,8 +91,8 @@ class Body:
         self.tree = tree
         self.layout = layout
         self.is_looped = is_looped and len(tree.layer_graphs) == 1
-        specs = layer_specs(tree.config)
-        self.kinds = tuple(itertools.starmap(LayerKind, zip(specs, tree.forms, strict=True)))
+        each = (layer_specs(tree.config), tree.forms, layer_rotations(tree.config))
+        self.kinds = tuple(itertools.starmap(LayerKind, zip(*each, strict=True)))
         self._attends = {
             spec: backend.make(layout.tiles, spec) for spec in attention_specs(tree.config)
         }
@@ -101,8 +108,7 @@ class Body:
         inputs: LayerInputs,
     ) -> tuple[Float[Array, "T row"], Pools]:
         """One layer over its own leaves."""
-        rotary = layer_rotary(self.tree.config, kind.spec, inputs.rotary)
-        inputs = inputs._replace(rotary=rotary)
+        inputs = inputs._replace(rotary=inputs.rotary[2 * kind.rotation :][:2])
         module = self.tree.bind_layer(leaves, kind.form)
         return module(hidden, pools, norms, layer, inputs, self._attends[kind.spec])
 

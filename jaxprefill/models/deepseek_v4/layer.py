@@ -38,6 +38,7 @@ from jaxprefill.models.deepseek_v4.modules import (
 from jaxprefill.models.deepseek_v4.pages import PagedPool
 from jaxprefill.models.layers import linear, rms_norm, rotary_table
 from jaxprefill.models.rope import rotary_frequencies
+from jaxprefill.models.sharding import all_reduce
 
 _SUMS = 3  # top, total, value of a softmax in the making
 
@@ -112,10 +113,6 @@ class DeepseekV4Layer(nnx.Module):
         made = self.moe(normed, inputs.ids, inputs.num_tokens)
         return mixing.expand(streams, made).reshape(hidden.shape), pools
 
-    def table_of(self, tables: Float[Array, "4 T half"]) -> Float[Array, "2 T half"]:
-        """Cosine and sine of this kind of layer."""
-        return tables[:2] if self.kind == "sliding" else tables[2:]
-
     def attend(
         self,
         normed: Float[Array, "T E"],
@@ -124,7 +121,7 @@ class DeepseekV4Layer(nnx.Module):
         inputs: LayerInputs,
     ) -> tuple[Float[Array, "T E"], Pools]:
         """What attention adds to the streams, and the pools with what it leaves."""
-        attention, batch, table = self.attention, inputs.batch, self.table_of(inputs.rotary)
+        attention, batch, table = self.attention, inputs.batch, inputs.rotary
         held = self._own_pools(pools, layer, batch)
         with jax.named_scope("attention.latents"):
             latent, keys = attention.latents(normed, table)
@@ -142,7 +139,7 @@ class DeepseekV4Layer(nnx.Module):
         with jax.named_scope("attention.core"):
             grouped = self._core(latent, normed, table, held, inputs)
         with jax.named_scope("attention.output"):
-            out = linear(grouped, attention.output[...])
+            out = all_reduce(linear(grouped, attention.output[...]), self.config)
         names = [pool.name for pool in cache_spec(self.config).pools]
         pairs = zip(names, pools, strict=True)
         return out, tuple(held[name].array if name in held else pool for name, pool in pairs)

@@ -15,6 +15,7 @@ from jaxprefill.kernels.experts import ExpertWeights, GroupedExperts
 from jaxprefill.latent_config import LatentConfig, LayerKind
 from jaxprefill.models.layers import linear, parameter, rms_norm, unit_rms
 from jaxprefill.models.moe import expert_weight, route, run_experts
+from jaxprefill.models.sharding import all_reduce, look_up
 from jaxprefill.moe_config import MoeConfig
 
 _EXACT = jnp.dtype(jnp.float32)  # small weights that stay exact whatever the model's dtype
@@ -208,12 +209,12 @@ class LatentAttention(nnx.Module):
         grouped = latent.num_groups * latent.group_rank
         self.config, self.latent = config, latent
         self.down = parameter((latent.query_rank + dim, config.hidden_size), dtype, (None, None))
-        self.query = parameter((heads * dim, latent.query_rank), dtype, (None, None))
-        self.group = parameter((grouped, heads * dim // latent.num_groups), dtype, (None, None))
-        self.output = parameter((config.hidden_size, grouped), dtype, (None, None))
+        self.query = parameter((heads * dim, latent.query_rank), dtype, ("heads", None))
+        self.group = parameter((grouped, heads * dim // latent.num_groups), dtype, ("heads", None))
+        self.output = parameter((config.hidden_size, grouped), dtype, (None, "heads"))
         self.query_norm = parameter((latent.query_rank,), _EXACT, (None,))
         self.key_norm = parameter((dim,), _EXACT, (None,))
-        self.sinks = parameter((heads,), _EXACT, (None,))
+        self.sinks = parameter((heads,), _EXACT, ("heads",))
         if kind != "sliding":
             self.compressor = Compressor(config, dtype, is_sparse=kind == "sparse", dim=dim)
         if kind == "sparse":
@@ -265,13 +266,13 @@ class HashedMoe(nnx.Module):
         self.router = parameter((moe.num_experts, width), dtype, (None, None))
         if is_hashed:
             ids = (config.vocab_size, moe.num_chosen)
-            self.table = parameter(ids, jnp.dtype(jnp.int32), (None, None))
+            self.table = parameter(ids, jnp.dtype(jnp.int32), ("vocab", None))
         else:
             self.bias = parameter((moe.num_experts,), _EXACT, (None,))
-        self.gate_up = parameter((2 * moe.num_experts, size, width), dtype, (None, None, None))
-        self.down = parameter((moe.num_experts, width, size), dtype, (None, None, None))
-        self.shared_gate_up = parameter((2 * size, width), dtype, (None, None))
-        self.shared_down = parameter((width, size), dtype, (None, None))
+        self.gate_up = parameter((2 * moe.num_experts, size, width), dtype, (None, "mlp", None))
+        self.down = parameter((moe.num_experts, width, size), dtype, (None, None, "mlp"))
+        self.shared_gate_up = parameter((2 * size, width), dtype, ("mlp", None))
+        self.shared_down = parameter((width, size), dtype, (None, "mlp"))
 
     def __call__(
         self, normed: Float[Array, "T E"], ids: Int32[Array, " T"], num_tokens: Int32[Array, ""]
@@ -281,14 +282,15 @@ class HashedMoe(nnx.Module):
         limit = latent_of(self.config).swiglu_limit
         logits = linear(normed, self.router[...])
         if self.is_hashed:
-            routing = route(logits, moe, chosen=self.table[...][ids])
+            chosen = look_up(self.table[...], ids, self.config).astype(jnp.int32)
+            routing = route(logits, moe, chosen=chosen)
         else:
             routing = route(logits, moe, bias=self.bias[...])
         shared = clamped_mlp(linear(normed, self.shared_gate_up[...]), limit)
         routed = run_experts(
             normed, routing, num_tokens, moe.num_experts, self._expert, grouped=self._grouped()
         )
-        return routed + linear(shared, self.shared_down[...])
+        return all_reduce(routed + linear(shared, self.shared_down[...]), self.config)
 
     def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
         gate_up = linear(rows, expert_weight(self.gate_up[...], expert, num_parts=2))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxprefill.models.decoder import layer_rotations
 from jaxprefill.models.deepseek_v4.decoder import DeepseekV4, DeepseekV4Layer
 from jaxprefill.models.deepseek_v4.modules import Compressor, index_scores, latent_of
 from jaxprefill.models.layers import linear, rms_norm
@@ -18,11 +19,12 @@ def reference_pass(
 ) -> tuple[Float[Array, "T E"], list[Bool[Array, "T S"]]]:
     """(rows behind the final norm, which entries each query of each sparse layer attends to)."""
     positions = jnp.arange(len(ids), dtype=jnp.int32)
-    tables = model.rotary(positions)
+    tables, rotations = model.rotary(positions), layer_rotations(model.config)
     streams, chosen = model.embed(ids), list[Array]()
     for index, layer in enumerate(model.layers):
         norms = model.norms[...][2 * index : 2 * index + 2]
-        streams, seen = _layer(layer, streams, norms, tables, ids)
+        table = tables[2 * rotations[index] :][:2]
+        streams, seen = _layer(layer, streams, norms, table, ids)
         if layer.kind == "sparse":
             chosen.append(seen)
     return model.final_norm(streams), chosen
@@ -32,14 +34,14 @@ def _layer(
     layer: DeepseekV4Layer,
     rows: Float[Array, "T nE"],
     norms: Float[Array, "2 E"],
-    tables: Float[Array, "4 T half"],
+    table: Float[Array, "2 T half"],
     ids: Int32[Array, " T"],
 ) -> tuple[Float[Array, "T nE"], Bool[Array, "T S"]]:
     eps, count = layer.config.norm_eps, jnp.int32(len(ids))
     streams = rows.reshape(len(rows), latent_of(layer.config).num_streams, -1)
     mixing = layer.attention_mixing(streams)
     normed = rms_norm(mixing.block_input, norms[0], eps)
-    attended, seen = _attention(layer, normed, tables)
+    attended, seen = _attention(layer, normed, table)
     streams = mixing.expand(streams, attended)
     mixing = layer.mlp_mixing(streams)
     normed = rms_norm(mixing.block_input, norms[1], eps)
@@ -47,11 +49,10 @@ def _layer(
 
 
 def _attention(
-    layer: DeepseekV4Layer, normed: Float[Array, "T E"], tables: Float[Array, "4 T half"]
+    layer: DeepseekV4Layer, normed: Float[Array, "T E"], table: Float[Array, "2 T half"]
 ) -> tuple[Float[Array, "T E"], Bool[Array, "T S"]]:
     """(what attention adds, the entries that were seen)."""
     attention, position = layer.attention, jnp.arange(len(normed))
-    table = layer.table_of(tables)
     latent, keys = attention.latents(normed, table)
     distance = position[:, None] - position
     is_seen = (distance >= 0) & (distance < (layer.config.sliding_window or len(normed)))
@@ -59,7 +60,7 @@ def _attention(
     if layer.kind != "sliding":
         entries = entries_of(attention.compressor, normed, table)
         keys = jnp.concatenate([keys, entries])
-        chosen = visible_entries(layer, normed, tables)
+        chosen = visible_entries(layer, normed, table)
         is_seen = jnp.concatenate([is_seen, chosen], axis=1)
     q = attention.queries(latent, table)
     exact = lax.Precision.HIGHEST
@@ -72,10 +73,10 @@ def _attention(
 
 
 def visible_entries(
-    layer: DeepseekV4Layer, normed: Float[Array, "T E"], tables: Float[Array, "4 T half"]
+    layer: DeepseekV4Layer, normed: Float[Array, "T E"], table: Float[Array, "2 T half"]
 ) -> Bool[Array, "T S"]:
     """Which compressed entries each query attends to."""
-    attention, table = layer.attention, layer.table_of(tables)
+    attention = layer.attention
     rate = attention.compressor.rate
     num_entries = len(normed) // rate
     entry = jnp.arange(num_entries)
