@@ -110,7 +110,7 @@ def test_rope_that_differs_by_layer_type_is_refused():
         ),
         (
             dict(quantization_config={"quant_method": "gptq"}),
-            "must have quant_method fp8 and a weight_block_size, got 'gptq' and None: other quant",
+            "or fp8 and a weight_block_size, got 'gptq' and None: other quant",
         ),
         (
             dict(quantization_config=FP8 | {"fmt": "e5m2"}),
