@@ -167,11 +167,15 @@ def test_files_are_packed_and_unpacked_in_many_blocks(tmp_path, suffix, monkeypa
     assert [one["custom_id"] for one in answers(output)] == [str(i) for i in range(40)]
 
 
-def test_an_empty_file_gives_an_empty_file(files):
-    source, output = files
+@pytest.mark.parametrize(
+    ("suffix", "unpack"), [("", bytes), (".gz", gzip.decompress), (".zst", zstd.decompress)]
+)
+def test_an_empty_file_gives_an_empty_file(tmp_path, suffix, unpack):
+    source, output = tmp_path / "in", tmp_path / f"out{suffix}"
     source.write_bytes(b"\n\n")
-    assert run(source, output).progress.num_lines == 0
-    assert output.read_bytes() == b""
+    for mode in ("new", "resume"):
+        assert run(source, output, mode=mode).progress.num_lines == 0
+        assert unpack(output.read_bytes()) == b""
 
 
 def test_answers_keep_their_order_and_the_window_its_bounds(files):
@@ -457,6 +461,7 @@ def test_the_exit_status_tells_whether_a_line_failed(files, command):
         (("-i", "nowhere", "-o", "out"), "cannot read nowhere"),
         (("-i", "in", "-o", "no/folder/out"), "cannot write"),
         (("-i", "in", "-o", "in", "--resume"), "another file than --input"),
+        (("-i", "in", "-o", "./in", "--overwrite"), "another file than --input"),
         (("-i", "in", "-o", "-", "--resume"), "--resume needs an output that is a file"),
         (("-i", "in", "-o", "out", "--window", "0"), "--window must be at least 1"),
         (("-i", "in", "-o", "out", "--resume", "--overwrite"), "not allowed with"),
@@ -469,6 +474,7 @@ def test_mistakes_are_told_before_an_engine_starts(argv, words, command, tmp_pat
     engine.run = lambda: pytest.fail("it started")
     status, said = command(*argv, engine=engine)
     assert status == 2 and words in said.err
+    assert (tmp_path / "in").read_bytes() == jsonl([request("a")])
 
 
 def test_an_engine_that_cannot_start_gives_status_1(files, command):

@@ -5,6 +5,9 @@ import gzip
 import io
 import json
 import math
+import os
+import resource
+from pathlib import Path
 
 import pytest
 
@@ -184,6 +187,7 @@ def test_faults_of_tables_are_named(score, name, text, status, words):
         (("-i", "in.csv", "-o", "out.jsonl", "--embed"), "--output must be a csv file"),
         (("-i", "in.csv", "-o", "in.csv", "--embed"), "--overwrite replaces it"),
         (("-i", "in.csv", "-o", "in.csv", "--embed", "--overwrite"), "another file"),
+        (("-i", "in.csv", "-o", ".", "--format", "csv", "--embed", "--overwrite"), "the folder ."),
         (("-i", "in.csv", "-o", "out.csv"), "required"),
         (("-i", "in.csv", "-o", "out.csv", "--embed", "--template", "a"), "must hold {text}"),
         (("-i", "in.csv", "-o", "out.csv", "--labels", "a,a"), "must differ"),
@@ -198,6 +202,43 @@ def test_mistakes_are_told(score, argv, words):
     (score.folder / "in.csv").write_text("text\na\n")
     status, said = score(*argv)
     assert (status, words in said) == (2, True), said
+
+
+def test_an_output_stays_the_pipe_or_the_link_that_it_is(score):
+    (score.folder / "in.csv").write_text("text\nab\n")
+    os.mkfifo(score.folder / "pipe")
+    (score.folder / "real.csv").write_text("old")
+    (score.folder / "link.csv").symlink_to("real.csv")
+    pipe = os.open(score.folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert score("-i", "in.csv", "-o", "pipe", "--format", "csv", "--perplexity")[0] == 0
+        piped = os.read(pipe, 1000).decode()
+    finally:
+        os.close(pipe)
+    assert score("-i", "in.csv", "-o", "link.csv", "--perplexity", "--overwrite")[0] == 0
+    assert piped == (score.folder / "real.csv").read_text()
+    assert piped.startswith("text,perplexity,num_tokens,sum_logprob\nab,")
+    assert (score.folder / "link.csv").is_symlink() and (score.folder / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl.gz", "parquet"])
+def test_a_full_disk_is_told(score, suffix):
+    name, text = f"in.{suffix}", "".join(map(chr, range(1000, 9000)))
+    if suffix == "parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"text": [text]}), name)
+    elif suffix == "csv":
+        Path(name).write_text(csv_text([["text"], [text]]), encoding="utf-8")
+    else:
+        Path(name).write_bytes(gzip.compress(json.dumps({"text": text}).encode()))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        status, said = score("-i", name, "-o", f"out.{suffix}", "--perplexity")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (status, "error: cannot write to out." in said) == (1, True), said
+    assert not Path(f"out.{suffix}").exists()
 
 
 def test_labels_keep_their_spaces_and_commas():

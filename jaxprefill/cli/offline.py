@@ -19,7 +19,7 @@ from jaxprefill.config import EngineConfig
 from jaxprefill.errors import ConfigError
 from jaxprefill.offline.batch import BatchJob
 from jaxprefill.offline.lines import STANDARD, Source
-from jaxprefill.offline.output import LineOutput, are_same_file
+from jaxprefill.offline.output import LineOutput
 from jaxprefill.offline.scoring import (
     Measure,
     ScoringJob,
@@ -62,9 +62,7 @@ class Work(Protocol):
 def run_batch(config: EngineConfig, args: argparse.Namespace) -> int:
     """Answers a batch file; returns the exit status."""
     mode = "resume" if args.resume else "overwrite" if args.overwrite else "new"
-    with Source(args.input) as source, LineOutput(args.output, mode) as output:
-        if output.is_same_file(args.input):
-            raise ConfigError(f"--output must be another file than --input, got {args.output}")
+    with _source(args) as source, LineOutput(args.output, mode) as output:
         job = BatchJob(source, output, window=args.window)
 
         async def work(session: OfflineSession) -> None:
@@ -83,10 +81,8 @@ def run_score_file(config: EngineConfig, args: argparse.Namespace, labels: list[
     kind = args.format or format_of(args.input)
     if not args.format and args.output != STANDARD and format_of(args.output) != kind:
         raise ConfigError(f"--output must be a {kind} file, as --input is, got {args.output}")
-    if are_same_file(args.input, args.output):
-        raise ConfigError(f"--output must be another file than --input, got {args.output}")
     template, progress = args.template.replace("\\n", "\n"), ScoringProgress()
-    with Source(args.input) as source:
+    with _source(args) as source:
         table = open_table(source, args.text_column, kind)
 
         def make(names: Sequence[str]) -> ScoringJob:
@@ -107,6 +103,15 @@ def run_score_file(config: EngineConfig, args: argparse.Namespace, labels: list[
     if progress.num_empty and not args.quiet:
         note(f"{progress.num_empty} of the rows had no text")
     return SOME_FAILED if progress.num_failed else 0
+
+
+def _source(args: argparse.Namespace) -> Source:
+    """The open input; it must not be what an output would throw away."""
+    source = Source(args.input)
+    if source.leads_to(args.output):
+        source.close()
+        raise ConfigError(f"--output must be another file than --input, got {args.output}")
+    return source
 
 
 def _measure(args: argparse.Namespace, labels: Sequence[str]) -> Measure:

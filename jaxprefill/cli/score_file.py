@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     """
     config = engine_config_of(args)
     labels = labels_of(args.labels) if args.labels is not None else []
-    if os.path.exists(args.output) and not args.overwrite:
+    if os.path.isdir(args.output):
+        raise ConfigError(f"--output must be a file, got the folder {args.output}")
+    if os.path.isfile(args.output) and not args.overwrite:
         raise ConfigError(f"{args.output} is there already; --overwrite replaces it")
     from jaxprefill.cli.offline import run_score_file
 

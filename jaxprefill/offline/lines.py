@@ -55,6 +55,16 @@ class Source:
         """Bytes of the file that were read; 0 where nobody knows."""
         return self._raw.tell() if self._raw.seekable() else 0
 
+    def leads_to(self, path: str) -> bool:
+        """Whether what is written to a path, or to stdout, would be written into this file."""
+        try:
+            target = os.fstat(1) if path == STANDARD else os.stat(path)
+        except OSError:
+            return False
+        return stat.S_ISREG(target.st_mode) and os.path.samestat(
+            target, os.fstat(self._raw.fileno())
+        )
+
     def close(self) -> None:
         """Closes it."""
         self._raw.close()

@@ -44,10 +44,6 @@ class LineOutput:
             self._file.close()
             raise
 
-    def is_same_file(self, path: str) -> bool:
-        """Whether a path leads to this file."""
-        return self.is_regular and are_same_file(path, self.name)
-
     def trim(self) -> None:
         """Cuts off what a run that was killed had not completed.
 
@@ -74,8 +70,10 @@ class LineOutput:
 
     def flush(self) -> None:
         """Writes what waits, as a block."""
-        if not self._held:
-            return
+        if self._held:
+            self._write_held()
+
+    def _write_held(self) -> None:
         block = memoryview(self._codec.compress(bytes(self._held)))
         self._held.clear()
         try:
@@ -93,6 +91,8 @@ class LineOutput:
         try:
             self.flush()
             if self.is_regular:
+                if self._is_packed and not os.fstat(self._file.fileno()).st_size:
+                    self._write_held()  # without a block it would be no packed file
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
@@ -117,11 +117,6 @@ class LineOutput:
                 f"{self.name} holds something already; --resume goes on with it, --overwrite "
                 "throws it away"
             )
-
-
-def are_same_file(path: str, other: str) -> bool:
-    """Whether both paths lead to one file that exists."""
-    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def _open(path: str) -> io.FileIO:

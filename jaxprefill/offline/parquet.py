@@ -3,7 +3,8 @@
 pyarrow is found when a file is opened, as it is an extra.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -117,6 +118,7 @@ class ParquetTable:
 class _ParquetWriter:
     def __init__(self, path: str, schema: Any, packing: str, num_new: int) -> None:
         self._arrow, parquet = _arrow()
+        self._name = path
         self._schema = schema
         self._num_new = num_new
         try:
@@ -134,8 +136,9 @@ class _ParquetWriter:
                 self._add(row.kept)
 
     def close(self) -> None:
-        self._flush()
-        self._file.close()
+        with self._told():
+            self._flush()
+            self._file.close()
 
     def _add(self, batch: Any) -> None:
         """A batch whose rows are all there, with the new columns."""
@@ -155,10 +158,17 @@ class _ParquetWriter:
             return
         table = self._arrow.Table.from_batches(self._group, schema=self._schema)
         self._group = []
-        try:
+        with self._told():
             self._file.write_table(table)
+
+    @contextmanager
+    def _told(self) -> Generator[None]:
+        try:
+            yield
         except OSError as error:
-            raise JaxPrefillError(f"cannot write the output: {error.strerror or error}") from error
+            raise JaxPrefillError(
+                f"cannot write to {self._name}: {error.strerror or error}"
+            ) from error
 
 
 def _arrow() -> tuple[Any, Any]:

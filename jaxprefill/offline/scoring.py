@@ -208,14 +208,20 @@ class ScoringJob:
         Raises:
             JaxPrefillError: a row is malformed, or the engine or a file fails.
         """
-        part = path if path == STANDARD else part_of(path)
+        path = os.path.realpath(path) if os.path.islink(path) else path
+        part = part_of(path)
         writer = self._table.writer(part, self._measure.columns)
         try:
             await self._write(session, writer.write, window)
         finally:
             writer.close()
         if part != path:
-            os.replace(part, path)
+            try:
+                os.replace(part, path)
+            except OSError as error:
+                raise JaxPrefillError(
+                    f"{part} is complete, but cannot be named {path}: {error.strerror}"
+                ) from error
 
     async def _write(
         self,
@@ -269,6 +275,8 @@ class ScoringJob:
 
 
 def part_of(path: str) -> str:
-    """Where an output grows until it is complete."""
+    """Where an output grows until it is complete; devices and pipes are written as they are."""
     name = Path(path)
+    if path == STANDARD or (name.exists() and not name.is_file()):
+        return path
     return str(name.with_name(f"{name.stem}.part{name.suffix}"))

@@ -1,6 +1,5 @@
 """Writes any readable model as a converted checkpoint, whole or not at all."""
 
-import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,8 +65,8 @@ def convert(
             stored = write_leaves(made, {path: _cast(leaf, dtype) for path, leaf in leaves})
             write_model(made, config, checkpoint.tokenizer)
             manifest = write_manifest(made, checkpoint.name, stored)
-            if overwrite and folder.exists():
-                shutil.rmtree(folder)
+            if folder.exists():
+                folder.replace(Path(scratch) / "old")  # which goes with the scratch
             made.replace(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(
