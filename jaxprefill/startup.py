@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -137,18 +138,17 @@ def prepare(checkpoint: Checkpoint, plan: EnginePlan) -> Assembly:
 def obtain(
     assembly: Assembly, library: Library, jobs: list[CompileJob], *, on_compiled: OnCompiled
 ) -> dict[str, Compiled]:
-    """Every job's executable, loaded or compiled, the kernels checked before.
+    """Every job's executable, loaded or compiled, the kernels checked meanwhile.
 
     Raises:
         CompileError: an executable could not be compiled.
         KernelError: a kernel computes wrong numbers on this device.
     """
     plan = assembly.plan
-    options = CPU_OPTIONS
+    options, check = CPU_OPTIONS, None
     if plan.device.platform == "gpu":
         if not library.has_passed(_CHECK):
-            check_kernels(plan)
-            library.note_passed(_CHECK)
+            check = partial(check_kernels, plan)
         folder = library.autotune_folder()
         options = GPU_OPTIONS if folder is None else GPU_OPTIONS | {AUTOTUNE: str(folder)}
     # One mechanism: what is kept in a store goes past JAX's own cache, unless that was asked for.
@@ -160,7 +160,10 @@ def obtain(
             num_threads=os.cpu_count() or 1,
             on_done=lambda record: on_compiled(record, len(jobs)),
             keeper=library,
+            check=check,
         )
+    if check is not None:
+        library.note_passed(_CHECK)
     library.tell_missing([entry.record for entry in compiled.values()])
     library.prune()
     return compiled

@@ -8,9 +8,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -81,7 +82,8 @@ class CompileJob:
         out_specs: how each output lies on the mesh, where there is more than one device.
         mesh: the devices that run it; None: the first.
         sizes: what the function closes over that neither its name nor its arguments tell.
-        product_rows: of its matrix products; jobs of as many may have products in common.
+        products: names those of its matrix products that XLA tunes; jobs of one name may have some
+            in common.
     """
 
     name: str
@@ -95,7 +97,7 @@ class CompileJob:
     out_specs: Any = EVERYWHERE
     mesh: Mesh | None = None
     sizes: str = ""
-    product_rows: int | None = None
+    products: str | None = None
 
     @property
     def module_name(self) -> str:
@@ -275,34 +277,63 @@ def compile_all(
     num_threads: int,
     on_done: Callable[[ExecutableRecord], None],
     keeper: Keeper = NO_KEEPER,
+    check: Callable[[], None] | None = None,
 ) -> dict[str, Compiled]:
-    """Every job by name, largest first; the first failure stops the rest and is raised.
+    """Every job by name; the first failure stops the rest and is raised.
 
-    Those that `keeper` has are loaded instead, in the same threads. Jobs with products in common
-    follow one another: in two threads at once XLA may tune a product twice, and choose two kernels
-    for it, of which the next process would find only one.
+    Those that `keeper` has are loaded instead, in the same threads, and `check` runs beside them.
+    Jobs with products in common follow one another: in two threads at once XLA may tune a product
+    twice, and choose two kernels for it, of which the next process would find only one.
     """
-    chains: dict[int | str, list[CompileJob]] = {}
-    for job in sorted(jobs, key=lambda job: -job.cost):
-        chains.setdefault(job.product_rows or job.name, []).append(job)
+    tasks: list[Sequence[Callable[[], Compiled | None]]] = [[check]] if check is not None else []
+    tasks += [[partial(_obtain, job, options, keeper) for job in own] for own in _chains(jobs)]
     done: dict[str, Compiled] = {}
+    found, is_over = SimpleQueue[Compiled | BaseException | None](), threading.Event()
     pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="compile")
     is_interrupted = False
     try:
-        left = {pool.submit(_obtain, job, options, keeper): rest for job, *rest in chains.values()}
-        while left:
-            for future in wait(left, return_when=FIRST_COMPLETED).done:
-                compiled, rest = future.result(), left.pop(future)
-                done[compiled.record.name] = compiled
-                on_done(compiled.record)
-                if rest:
-                    left[pool.submit(_obtain, rest[0], options, keeper)] = rest[1:]
+        for chain in tasks:
+            pool.submit(_follow, chain, found, is_over)
+        for _ in range(sum(map(len, tasks))):
+            result = found.get()
+            if isinstance(result, BaseException):
+                raise result
+            if result is not None:
+                done[result.record.name] = result
+                on_done(result.record)
     except KeyboardInterrupt:
         is_interrupted = True  # XLA cannot be stopped; do not wait for it
         raise
     finally:
+        is_over.set()
         pool.shutdown(wait=not is_interrupted, cancel_futures=True)
     return done
+
+
+def _chains(jobs: Sequence[CompileJob]) -> list[list[CompileJob]]:
+    """The jobs that follow one another: the largest first, to show whether memory is enough.
+
+    Then the longest, as they would end last.
+    """
+    by_products: dict[str, list[CompileJob]] = {}
+    for job in sorted(jobs, key=lambda job: -job.cost):
+        by_products.setdefault(job.products or job.name, []).append(job)
+    first, rest = list(by_products.values())[:1], list(by_products.values())[1:]
+    return first + sorted(rest, key=len, reverse=True)
+
+
+def _follow(
+    chain: Sequence[Callable[[], Compiled | None]],
+    found: "SimpleQueue[Compiled | BaseException | None]",
+    is_over: threading.Event,
+) -> None:
+    """Runs one task after another, in a thread of the pool."""
+    try:
+        for task in chain:
+            if not is_over.is_set():
+                found.put(task())
+    except BaseException as error:  # raised where the results are awaited
+        found.put(error)
 
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"

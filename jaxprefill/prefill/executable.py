@@ -81,7 +81,7 @@ class PrefillExecutable:
             cost=cost,
             pinned=() if pinned is None else (4,),
             out_specs=(specs_of(state.pools), EVERYWHERE),
-            product_rows=body.layout.key.num_tokens,
+            products=body.products,
         )
 
 
@@ -157,7 +157,7 @@ class LayerwiseExecutable:
                 donated=donated,
                 cost=tokens,
                 out_specs=specs,
-                product_rows=tokens if isinstance(function, _Layer) else None,
+                products=body.products if isinstance(function, _Layer) else None,
             )
             for part, function, arguments, donated, specs in steps
         )

@@ -87,6 +87,7 @@ class Body:
         is_looped: bool = False,
     ) -> None:
         """`layout` fixes every static size; `is_looped` makes the layers a loop (CPU)."""
+        self.products: str | None = f"of {layout.key.num_tokens} rows"  # see CompileJob
         self.is_stacked = False  # whether its leaves are those of `models.stacks`
         self.tree = tree
         self.layout = layout

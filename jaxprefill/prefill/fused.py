@@ -71,7 +71,8 @@ class FusedBody(Body):
         super().__init__(tree, backend, layout)
         self._sizes = layer_sizes(tree.config)
         self._tiles = layer_tiles(self._sizes, layout.key.num_tokens)
-        self.is_stacked = has_stacks and self._tiles.takes_stacks
+        if self._tiles.takes_stacks:  # XLA has no product to tune
+            self.products, self.is_stacked = None, has_stacks
         self._by_window = {
             spec.window: make_fused_layer(
                 layout.tiles,

@@ -181,7 +181,7 @@ def head_jobs(
         # Each call's results are a new array, as the last one's may still be read.
         job = CompileJob(
             name=name, function=fn, arguments=args, donated=donated, is_graph=False,
-            read_back=read_back, product_rows=rows,
+            read_back=read_back, products=None if rows is None else f"of head, {rows} rows",
         )  # fmt: skip
         jobs.append(job)
 
