@@ -36,9 +36,9 @@ def test_an_off_ladder_maximum_is_not_in_the_upstream_ladder():
 
 
 def test_the_default_gpu_ladder_keeps_steps_small():
-    assert len(GPU_BUCKETS) == 22
+    assert len(GPU_BUCKETS) == 21
     steps = {a: b / a for a, b in pairwise(GPU_BUCKETS)}
-    assert max(step for a, step in steps.items() if a >= 64) <= 1.5
+    assert max(step for a, step in steps.items() if a >= 128) <= 1.5
     assert max(step for a, step in steps.items() if a >= 192) <= 4 / 3 + 1e-9
 
 

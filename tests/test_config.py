@@ -118,7 +118,7 @@ def test_a_single_bfloat16_row_is_never_decoded_on_a_cpu():
 
 def test_gpu_defaults_fill_the_memory_fraction():
     found = plan(GPU, kv_cache_tokens=None)
-    assert found.dtype.name == "bfloat16" and len(found.ladder.buckets) == 22
+    assert found.dtype.name == "bfloat16" and len(found.ladder.buckets) == 21
     token = 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, dim, bytes
     assert 0.84 < found.num_pages * 16 * token / (140 * 2**30) < 0.86
 
