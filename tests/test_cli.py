@@ -13,8 +13,8 @@ from dataclasses import MISSING, fields
 import pytest
 
 from jaxprefill import SamplingParams, __version__
-from jaxprefill.cli import flags, streams
-from jaxprefill.cli.main import COMMANDS, main, make_parser
+from jaxprefill.cli import flags, sampling_flags, streams
+from jaxprefill.cli.main import COMMANDS, load_command, main, make_parser
 from jaxprefill.config import EngineConfig, engine_options
 from jaxprefill.errors import CompileError
 from jaxprefill.prefill.compiler import ExecutableRecord
@@ -261,10 +261,19 @@ def test_version(cli):
     assert cli("--version") == (0, f"jaxprefill {__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_help_has_an_example(cli, command):
-    status, out, _ = cli(command.name, "--help")
-    assert status == 0 and f"  jaxprefill {command.name} " in out and command.summary in out
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example(cli, name):
+    status, out, _ = cli(name, "--help")
+    command = load_command(name)
+    assert status == 0 and f"  jaxprefill {name} " in out and command.summary in out
+    assert command.name == name and command.summary[:40] in cli("--help")[1]
+
+
+def test_serve_waits_for_no_package_that_only_its_processes_need():
+    """What it imports before it starts the engine's process is time to "ready"."""
+    code = "import sys; from jaxprefill.cli import main, serve; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"numpy", "rich", "tokenizers", "jinja2", "asyncio"} & set(found.stdout.split())
 
 
 def test_every_engine_option_has_its_flag(cli):
@@ -301,7 +310,8 @@ def test_flags_reach_the_engine_as_its_options():
 def test_no_flag_means_the_default_of_its_field():
     args = make_parser().parse_args(["generate", "--prompt", "a"])
     assert flags.engine_config_of(args) == EngineConfig()
-    assert flags.sampling_params_of(args) == SamplingParams(max_tokens=flags.DEFAULT_MAX_TOKENS)
+    params = sampling_flags.sampling_params_of(args)
+    assert params == SamplingParams(max_tokens=sampling_flags.DEFAULT_MAX_TOKENS)
 
 
 # --- mistakes

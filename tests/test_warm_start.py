@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 from dataclasses import replace
 
 import jax
@@ -52,6 +53,20 @@ def test_a_second_start_lowers_and_compiles_nothing_and_gives_the_same_bits(expe
         assert "loaded in" in warm.describe_executables() and stats["faults"] == []
         assert answers(warm) == expected
         assert warm.stats()["compilations_after_ready"] == 0
+
+
+def test_what_has_run_here_is_not_tried_again(expected, checkpoint, monkeypatch):
+    with tiny_engine(checkpoint):
+        pass
+    tried = []
+    monkeypatch.setattr("jaxprefill.startup.warm_up", lambda core, plan: tried.append(core))
+    with tiny_engine(checkpoint) as warm:
+        assert answers(warm) == expected and not tried
+        assert warm.stats()["compilations_after_ready"] == 0
+    for path in user_store().glob("executables/*/set_bias-*.json"):
+        path.unlink()
+    with tiny_engine(checkpoint):  # one is compiled
+        assert len(tried) == 1
 
 
 def test_donated_operands_are_gone_after_a_loaded_call(expected, checkpoint):
@@ -244,6 +259,7 @@ def test_a_loaded_executable_that_fails_when_it_first_runs_is_compiled_anew(
     expected, checkpoint, monkeypatch, caplog
 ):
     """In a warm call, where its donated operands are lost with it; another one in a request."""
+    shutil.rmtree(user_store() / "results" / "warm_calls", ignore_errors=True)
     monkeypatch.setattr("jaxprefill.prefill.library.load_executable", _Broken.load)
     with caplog.at_level(logging.WARNING), tiny_engine(checkpoint) as made:
         assert "prefill 8x4x160 in" in caplog.text and "fails when it runs" in caplog.text

@@ -5,12 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from jaxprefill.cli.command import Command, add_output_flags, add_prompt_flag, read_prompts
-from jaxprefill.cli.flags import (
-    add_engine_flags,
-    add_sampling_flags,
-    engine_config_of,
-    sampling_params_of,
-)
+from jaxprefill.cli.flags import add_engine_flags, engine_config_of
+from jaxprefill.cli.sampling_flags import add_sampling_flags, sampling_params_of
 from jaxprefill.cli.streams import emit, emit_json, note
 from jaxprefill.errors import RequestError
 from jaxprefill.request import Completion

@@ -7,40 +7,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from jaxprefill import __version__
-from jaxprefill.cli import (
-    batch,
-    convert,
-    generate,
-    inspect,
-    logprobs,
-    models,
-    score_file,
-    serve,
-    store,
-    tune,
-)
-from jaxprefill.cli import compile as compile_command
-from jaxprefill.cli import config as config_command
 from jaxprefill.cli.command import Command
 from jaxprefill.cli.streams import discard_stdout, emit, logging_to_stderr, note, prepare_streams
 from jaxprefill.errors import ConfigError, JaxPrefillError, RequestError
 
-COMMANDS: tuple[Command, ...] = (
-    serve.COMMAND,
-    generate.COMMAND,
-    logprobs.COMMAND,
-    compile_command.COMMAND,
-    store.COMMAND,
-    batch.COMMAND,
-    score_file.COMMAND,
-    convert.COMMAND,
-    inspect.COMMAND,
-    tune.COMMAND,
-    config_command.COMMAND,
-    models.COMMAND,
+COMMANDS = (
+    *("serve", "generate", "logprobs", "compile", "store", "batch", "score-file", "convert"),
+    *("inspect", "tune", "config", "models"),
 )
 
 FAILURE = 1
@@ -84,8 +61,13 @@ def run() -> NoReturn:
     sys.exit(status)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands; `command` in its result is the `Command`."""
+def load_command(name: str) -> Command:
+    """A subcommand. Its module is imported here: a start need not wait for those of the others."""
+    return import_module(f"jaxprefill.cli.{name.replace('-', '_')}").COMMAND
+
+
+def make_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser of these subcommands; `command` in its result is the `Command`."""
     parser = argparse.ArgumentParser(
         prog="jaxprefill",
         description="LLM prefill on JAX/XLA from ahead-of-time compiled executables.",
@@ -94,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxprefill {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for command in map(load_command, names):
         subparser = subparsers.add_parser(
             command.name,
             usage=f"%(prog)s {command.usage}",
@@ -110,8 +92,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    given = sys.argv[1:] if argv is None else list(argv)
+    names = given[:1] if given and given[0] in COMMANDS else COMMANDS
     try:
-        args = make_parser().parse_args(argv)
+        args = make_parser(names).parse_args(given)
     except SystemExit as stop:  # argparse has printed help, version or a usage error
         return stop.code if isinstance(stop.code, int) else 0
     command: Command = args.command

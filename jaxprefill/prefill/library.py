@@ -45,6 +45,7 @@ class Library:
         named: the store that the user named, if any: what it lacks is reported.
         has_texts: keep the programs' texts too.
         unused_s: what no start has used for so long goes from `target`, once that has grown.
+        loaded: SHA-256 of what was loaded, by name.
         recompiled: records of those that were loaded, and failed when they first ran.
         faults: what went wrong, for people; each was logged as a warning.
     """
@@ -56,6 +57,7 @@ class Library:
     named: Store | None = None
     has_texts: bool = False
     unused_s: float | None = None
+    loaded: dict[str, str] = field(default_factory=dict[str, str])
     recompiled: dict[str, ExecutableRecord] = field(default_factory=dict[str, ExecutableRecord])
     faults: list[str] = field(default_factory=list[str])
     _has_grown: bool = False
@@ -124,17 +126,17 @@ class Library:
         except OSError as error:
             self.report(f"{self.target.folder} cannot be pruned: {error}")
 
-    def has_passed(self, kind: str) -> bool:
-        """Whether a check that depends on `facts` alone has passed in an earlier process."""
-        return any(store.read_result(kind, self.facts) is True for store in self.sources)
+    def has_passed(self, kind: str, **more: Any) -> bool:
+        """Whether a check that depends on `facts` and `more` has passed in an earlier process."""
+        return any(store.read_result(kind, self.facts | more) is True for store in self.sources)
 
-    def note_passed(self, kind: str) -> None:
-        """Keeps that it has."""
+    def note_passed(self, kind: str, **more: Any) -> None:
+        """Keeps that it has, where that can be kept: else the next start checks again."""
         if self.target is not None:
             try:
-                self.target.write_result(kind, self.facts, True)
+                self.target.write_result(kind, self.facts | more, True)
             except StoreError as error:
-                self.report(f"that the {kind} passed is not kept: {error}")
+                logger.info("that the %s passed is not kept: %s", kind, error)
 
     def autotune_folder(self) -> Path | None:
         """Where XLA may keep which kernels were fastest; None: nowhere."""
@@ -178,6 +180,7 @@ class Library:
         except Exception as error:  # XLA's, of whatever kind; the job is compiled instead
             raise StoreError(f"it cannot be loaded: {error}") from error
         store.touch(entry)
+        self.loaded[job.name] = entry.payload.sha256
         return Compiled(program, record, entry.read, outputs)
 
     def _recompile(

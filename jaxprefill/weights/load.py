@@ -83,6 +83,8 @@ def _stored(
 
 def _read_leaf(checkpoint: Checkpoint, fused: Fused) -> Shaped[np.ndarray, "..."]:
     parts = [checkpoint.read(name) for name in fused.sources]
+    if len(parts) == 1 and not fused.is_stacked and parts[0].flags.writeable:
+        return parts[0]  # else it may lie in a file, which others can change: it is copied
     return np.stack(parts) if fused.is_stacked else np.concatenate(parts)
 
 
