@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
@@ -55,6 +56,12 @@ class FakeDevice:
             )
             for n in buckets
         ]
+
+    def pair_ns(self):
+        return Fraction(0)
+
+    def seconds(self, cost):
+        return 1.0
 
     def close(self):
         FakeDevice.asked.append(-1)
@@ -157,6 +164,17 @@ def test_every_bucket_of_the_proposal_was_measured_and_none_twice():
 def test_one_length_gets_a_bucket_of_its_own():
     found = search(FakeDevice(), {300: 9}, Goal(budget=0.02), top=1024, default=(512, 1024))
     assert found.proposal.chosen.buckets == (304, 1024) and 304 in FakeDevice.asked
+
+
+def test_when_time_is_up_other_costs_are_interpolated():
+    uniform = named("uniform", 200).lengths
+    found = search(FakeDevice(), uniform, Goal(), top=256, default=(16, 256), limit_s=8)
+    assert FakeDevice.asked == [8, 16, 32, 64, 128, 256, 12, 24]
+    assert found.proposal.is_within_budget and not found.proposal.chosen.is_measured
+    found = search(FakeDevice(), {20: 1}, Goal(), top=256, default=(16, 256), limit_s=0)
+    assert FakeDevice.asked == [8, 16, 32, 64, 128, 256]  # enough to draw a line
+    wide = search(FakeDevice(), {20: 1}, Goal(budget=9), top=256, default=(16, 256), limit_s=0)
+    assert wide.proposal.chosen.is_measured and wide.proposal.is_within_budget
 
 
 def test_given_shapes_are_the_only_ones():
@@ -352,6 +370,7 @@ def test_the_table_shows_the_ladder_beside_the_others(command, fake):
     # 90 runs as 24, 24, 24, 18
     assert "--prefill-buckets 20,24,160\n" in out and "20,24,160" in lines[-1]
     assert "1 prompts are longer than the context" in err and "kept" not in err
+    assert "for about 180 s at most (--time-limit)" in err and "interpolated" not in err
     assert "tuned" not in planned(**OPTIONS)
 
 
@@ -369,6 +388,8 @@ def test_json_holds_everything_and_the_next_engine_takes_what_was_written(comman
 def test_a_budget_that_cannot_be_met_is_told_by_the_status(command, fake):
     status, out, err = command("--budget", "0", "--max-buckets", "1")
     assert status == 1 and "--prefill-buckets 160" in out and "no ladder" in err
+    _, out, err = command("--time-limit", "1")
+    assert "│ tuned    │       3 │ ~" in out and "costs of 20,24 are interpolated" in err
     status, out, _ = command("--budget", "1e6", "-q")
     assert status == 0 and "--prefill-buckets 160" in out
 
@@ -380,6 +401,7 @@ def test_a_budget_that_cannot_be_met_is_told_by_the_status(command, fake):
         ["--budget", "-1%"],
         ["--budget", "5%%"],
         ["--max-buckets", "0"],
+        ["--time-limit", "0"],
         ["--distribution", "chat"],
         ["--prefill-backend", "eager"],
     ],

@@ -158,6 +158,18 @@ def test_steps_that_the_scheduler_cuts_are_counted_as_it_cuts_them():
     assert cheap.chosen.buckets == (4, 64)  # though a whole step gains nothing from 4
 
 
+def test_later_steps_pay_for_their_attention_to_earlier_ones():
+    """20 tokens as 16 and 4: 64 pairs; as 8, 8 and 4: 8 x 8 + 4 x 16."""
+    curve = CostCurve(LINEAR.costs, pair_ns=Fraction(1000))
+    taken = lambda *buckets: expect(curve, {20: 3}, buckets, split_above=1.5)  # noqa: E731
+    assert taken(4, 16, 64).ms_per_request == 0.020 + 0.064
+    assert taken(4, 8, 64).ms_per_request == 0.020 + 0.128
+    assert taken(4, 16, 64).waste == pytest.approx(84 / 20 - 1)
+    long = expect(curve, {84: 1}, (32, 64))  # 64 and 20, as the ideal too
+    assert long.ms_per_request == pytest.approx(0.096 + 64 * 20 / 1000)
+    assert long.waste == pytest.approx((96 + 1280) / (84 + 1280) - 1)
+
+
 def test_where_steps_are_cut_no_size_is_worse_than_the_doubling_ladder():
     """Without cuts buckets close to each other are best; cut prompts fill those far apart."""
     buckets = (16, 32, 64, 96, 128, 192, 256)

@@ -9,6 +9,14 @@ from jaxprefill.cli.flags import add_engine_flags
 # Of engine options: `--store` names what is inspected here, and a model is compiled for it.
 _OWN_FLAGS = ("executables", "store", "trust_executables")
 _STAGES = ("jaxpr", "stablehlo", "hlo", "thunks", "ptx")
+_USAGES = {
+    "list": "[KEY ...] [--measure N]",
+    "show": "KEY [--stage STAGE] [--op NAME] [--no-fold]",
+    "ops": "KEY [--top N]",
+    "diff": "A B",
+    "html": "OUT.html [KEY ...] [--measure N]",
+    "trace": "KEY [--calls N]",
+}
 _EXAMPLES = {
     "list": "inspect list --prefill-buckets 32,128",
     "show": "inspect show 32x16x8192 --op dot",
@@ -27,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, (summary, add_own, json_help) in _ACTIONS.items():
         one = actions.add_parser(
             name,
+            usage=f"%(prog)s {_USAGES[name]} [--store DIR | --url URL | engine options]",
             help=summary,
             description=summary,
             epilog=f"example:\n  jaxprefill {_EXAMPLES[name]}\n",
@@ -144,7 +153,7 @@ _ACTIONS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str]] 
         "one JSON object for each pair",
     ),
     "html": (
-        "One page that needs no network.",
+        "All of it on one HTML page that needs no network.",
         _of_html,
         "also print what `list --json` does",
     ),

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxprefill.cli.command import Command, add_output_flags
+from jaxprefill.cli.command import Command, add_output_flags, at_least
 from jaxprefill.cli.flags import add_engine_flags, engine_config_of
 from jaxprefill.errors import ConfigError
 from jaxprefill.integers import parse_count
@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE.jsonl",
-        help="prompts: texts, or objects with prompt, text or messages, also under body",
+        help="prompts: texts, or objects with prompt, text, input or messages, also under body",
     )
     source.add_argument(
         "--distribution",
@@ -36,6 +36,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--budget", default="5%", metavar="SHARE", help="most waste, 5%% or 0.05 (default: 5%%)"
     )
     group.add_argument("--max-buckets", metavar="N", help="most buckets (default: any number)")
+    group.add_argument(
+        "--time-limit",
+        type=at_least(1),
+        default=180,
+        metavar="SECONDS",
+        help="measure no further buckets after so long; costs of the others are interpolated "
+        "(default: 180)",
+    )
     group.add_argument(
         "--write",
         action="store_true",
@@ -81,7 +89,7 @@ def parse_share(name: str, text: str) -> float:
 
 COMMAND = Command(
     name="tune",
-    summary="Measure buckets on this machine, and choose a ladder that wastes little.",
+    summary="Measure buckets on this machine, and choose the few that suit your prompts.",
     usage="[--lengths FILE | --prompts FILE.jsonl] [--budget 5%%] [--write] [options]",
     epilog="""\
 Waste is the time that prompts of these lengths take, one at a time, in the ladder's buckets over

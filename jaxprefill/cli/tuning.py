@@ -41,7 +41,12 @@ def tune(config: EngineConfig, goal: Goal, args: argparse.Namespace) -> int:
     plan = make_plan(replace(config, compile_cache="off"), checkpoint.config, describe_device())
     distribution = _distribution(args, checkpoint, plan)
     goal = replace(goal, split_above=plan.limits.split_above)
-    found = _measure(checkpoint, plan, distribution, goal, is_quiet=args.quiet)
+    if not args.quiet:
+        note(
+            f"measures buckets up to {plan.chunked_prefill_size} tokens, for about "
+            f"{args.time_limit} s at most (--time-limit)"
+        )
+    found = _measure(checkpoint, plan, distribution, goal, args)
     rows = _compared(found, plan, distribution, goal)
     chosen = found.proposal.chosen
     if args.json:
@@ -78,11 +83,10 @@ def _measure(
     plan: EnginePlan,
     distribution: Distribution,
     goal: Goal,
-    *,
-    is_quiet: bool,
+    args: argparse.Namespace,
 ) -> Found:
     shapes = None if plan.config.prefill_buckets == "auto" else plan.ladder.buckets
-    tell = (None, None) if is_quiet else (_tell_compiled, _tell_measured)
+    tell = (None, None) if args.quiet else (_tell_compiled, _tell_measured)
     measurer = ShapeMeasurer(checkpoint, plan, on_compiled=tell[0], on_measured=tell[1])
     try:
         return search(
@@ -92,6 +96,7 @@ def _measure(
             top=plan.chunked_prefill_size,
             default=plan.default_buckets,
             shapes=shapes,
+            limit_s=args.time_limit,
         )
     finally:
         measurer.close()
@@ -156,6 +161,13 @@ def _tell(found: Found, distribution: Distribution, goal: Goal, *, is_written: b
         note(
             f"no ladder of these buckets keeps to a waste of {goal.budget:.1%}; the least "
             "wasteful is shown"
+        )
+    chosen = found.proposal.chosen.buckets
+    guessed = [bucket for bucket in chosen if not found.curve.cost(bucket).is_measured]
+    if guessed:
+        note(
+            f"costs of {_joined(guessed)} are interpolated, for want of time; a longer "
+            "--time-limit measures them"
         )
     if is_written:
         note("kept for this model and chip; engines take it unless prefill_buckets is set")

@@ -20,7 +20,7 @@ class BucketCost:
 
     Attributes:
         num_tokens: the bucket.
-        time_ns: median of warm steps, from a batch on the host to its hidden rows.
+        time_ns: the least of a few steps, from a batch on the host to its hidden rows.
         compile_s: seconds of one thread to lower and compile it, at all its max contexts.
         code_bytes: what its executables hold for good.
         temp_bytes: its temporaries while it runs.
@@ -55,13 +55,18 @@ class CostCurve:
         ideal        600  700  700    who has 128 needs no 96
     """
 
-    def __init__(self, costs: Iterable[BucketCost]) -> None:
-        """`costs` in any order.
+    def __init__(self, costs: Iterable[BucketCost], *, pair_ns: Fraction = Fraction(0)) -> None:
+        """Sorts them.
+
+        Args:
+            costs: in any order, each of a step that begins its prompt.
+            pair_ns: what a later step pays for each pair of its tokens and those before it.
 
         Raises:
             ConfigError: there is none, or one bucket twice.
         """
         self.costs = tuple(sorted(costs, key=lambda cost: cost.num_tokens))
+        self.pair_ns = pair_ns
         self._tokens = tuple(cost.num_tokens for cost in self.costs)
         if not self._tokens or len(set(self._tokens)) < len(self._tokens):
             raise ConfigError(f"each bucket must be measured once, got {self._tokens}")

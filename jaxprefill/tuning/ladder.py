@@ -6,10 +6,12 @@ Knows buckets, costs and a histogram of prompt lengths; imports no jax and measu
 same prompts would take at their exact lengths, minus one. A prompt runs alone: as many full
 chunks of the largest bucket (`chunked_prefill_size`) as it fills, then the rest in the smallest
 bucket that holds it. A step takes its bucket's measured time; at its exact length it would take
-what `CostCurve.ideal_ns` interpolates, chunked by the largest bucket measured. Both are summed
-over all prompts before they are divided, so that waste is the share of device time that padding
-adds. What every ladder pays alike (the head, a later chunk's attention to earlier ones) is left
-out, and so are batches of several requests, which share their padding.
+what `CostCurve.ideal_ns` interpolates, chunked by the largest bucket measured. A later chunk pays
+for its attention to earlier ones too (`CostCurve.pair_ns`). Both are summed over all prompts before
+they are divided, so that waste is the share of device time that padding adds. It may be below zero:
+cut steps are quicker than whole ones where a large bucket takes more time a token than small ones.
+What every ladder pays alike (the head) is left out, and so are batches of several requests, which
+share their padding.
 """
 
 import math
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from jaxprefill.errors import ConfigError
@@ -114,34 +117,17 @@ def propose(
         ConfigError: no lengths, or a candidate outside the measured range.
     """
     check_lengths(lengths)
-    top = max(candidates)
-    chunks = chunk_lengths(lengths, top)
-    most = goal.max_buckets or len(candidates)
     judge = _Judge(curve, lengths, goal.split_above)
-    judged: list[Expectation] = []
-    wastes: list[Fraction] = []
-    fitting = None
-    uncut = best_by_size([curve.cost(one) for one in candidates], chunks, most)
-    while True:
-        options = [buckets for buckets in (next(uncut, None),) if buckets is not None]
-        is_over = not options
-        if judged and math.isfinite(goal.split_above) and len(judged[-1].buckets) < most:
-            options += _with_one_more(judged[-1].buckets, candidates)
-        if not options:
+    found: list[Expectation] = []
+    fitting: int | None = None
+    for waste, one in _ever_less_wasteful(judge, goal, candidates):
+        found.append(one)
+        if fitting is None and waste <= Fraction(goal.budget):
+            fitting = len(found) - 1
+        if fitting is not None and len(found) > fitting + NUM_BEYOND:
             break
-        waste, expectation = min(map(judge.weigh, options), key=_rank)
-        if wastes and waste >= wastes[-1]:
-            if is_over:
-                break
-            continue
-        judged.append(expectation)
-        wastes.append(waste)
-        if fitting is None and wastes[-1] <= Fraction(goal.budget):
-            fitting = len(wastes) - 1
-        if fitting is not None and len(wastes) > fitting + NUM_BEYOND:
-            break
-    at = wastes.index(min(wastes)) if fitting is None else fitting
-    return Proposal(chosen=judged[at], by_size=tuple(judged), is_within_budget=fitting is not None)
+    chosen = found[-1 if fitting is None else fitting]
+    return Proposal(chosen=chosen, by_size=tuple(found), is_within_budget=fitting is not None)
 
 
 def expect(
@@ -165,6 +151,26 @@ def chunk_lengths(lengths: Lengths, top: int) -> dict[int, int]:
         chunks[rest] += count
     del chunks[0]
     return {length: count for length, count in sorted(chunks.items()) if count}
+
+
+def _ever_less_wasteful(
+    judge: "_Judge", goal: Goal, candidates: Collection[int]
+) -> Iterator[tuple[Fraction, Expectation]]:
+    """By size the best ladder, as `propose` says; a size that saves nothing is left out."""
+    most = goal.max_buckets or len(candidates)
+    costs = [judge.curve.cost(one) for one in candidates]
+    uncut = best_by_size(costs, chunk_lengths(judge.lengths, max(candidates)), most)
+    best: tuple[Fraction, Expectation] | None = None
+    for buckets in chain(uncut, repeat(None)):
+        options = [] if buckets is None else [buckets]
+        if best is not None and judge.is_cut and len(best[1].buckets) < most:
+            options += _with_one_more(best[1].buckets, candidates)
+        one = min(map(judge.weigh, options), key=_rank, default=None)
+        if one is not None and (best is None or one[0] < best[0]):
+            best = one
+            yield best
+        elif buckets is None:
+            return
 
 
 def _with_one_more(buckets: tuple[int, ...], candidates: Collection[int]) -> list[tuple[int, ...]]:
@@ -240,53 +246,61 @@ class _Judge:
     """What ladders do on one distribution."""
 
     def __init__(self, curve: CostCurve, lengths: Lengths, split_above: float) -> None:
-        self._curve = curve
-        self._lengths = lengths
+        self.curve = curve
+        self.lengths = lengths
+        self.is_cut = math.isfinite(split_above)
         self._split_above = split_above
         self._num_requests = sum(lengths.values())
         self._num_tokens = sum(length * count for length, count in lengths.items())
+        self._num_pairs = sum(length**2 * count for length, count in lengths.items())
         chunks = chunk_lengths(lengths, curve.largest)
-        self._ideal_ns = sum(
-            (count * curve.ideal_ns(length) for length, count in chunks.items()), Fraction(0)
+        self._ideal_ns = self._attention_ns(chunks) + sum(
+            count * curve.ideal_ns(length) for length, count in chunks.items()
         )
 
     def weigh(self, buckets: tuple[int, ...]) -> tuple[Fraction, Expectation]:
         """The exact waste, and all numbers."""
-        costs = {bucket: self._curve.cost(bucket) for bucket in buckets}
+        costs = {bucket: self.curve.cost(bucket) for bucket in buckets}
         steps = self._steps(buckets)
-        time_ns = sum(count * costs[bucket].time_ns for bucket, count in steps.items())
-        padded = sum(count * bucket for bucket, count in steps.items())
+        time_ns, padded = self._attention_ns(steps), 0
+        for length, count in steps.items():
+            bucket = at_least(buckets, length)
+            assert bucket is not None  # a step is cut at the largest
+            time_ns += count * costs[bucket].time_ns
+            padded += count * bucket
         waste = time_ns / self._ideal_ns - 1
         return waste, Expectation(
             buckets=buckets,
             waste=float(waste),
             padding=padded / self._num_tokens - 1,
-            ms_per_request=time_ns / self._num_requests / 1e6,
+            ms_per_request=float(time_ns / self._num_requests / 10**6),
             compile_s=sum(cost.compile_s for cost in costs.values()),
             num_bytes=sum(cost.code_bytes for cost in costs.values())
             + max(cost.temp_bytes for cost in costs.values()),
             is_measured=all(cost.is_measured for cost in costs.values()),
         )
 
+    def _attention_ns(self, steps: Lengths) -> Fraction:
+        """Of tokens to those of earlier steps: all pairs of a prompt but those within a step."""
+        within = sum(length**2 * count for length, count in steps.items())
+        return self.curve.pair_ns * (self._num_pairs - within) / 2
+
     def _steps(self, buckets: tuple[int, ...]) -> Lengths:
-        """How often each bucket runs when the scheduler has one prompt at a time."""
+        """Steps by exact length when the scheduler has one prompt at a time."""
         limits = SchedulerLimits(
             max_batch_tokens=buckets[-1],
             max_batch_requests=1,
             max_running=1,
-            prefill_context=max(self._lengths),
+            prefill_context=max(self.lengths),
             buckets=buckets,
             split_above=self._split_above,
         )
-        is_cut = math.isfinite(self._split_above)
         steps: Counter[int] = Counter()
-        left = Counter(chunk_lengths(self._lengths, buckets[-1]))
+        left = Counter(chunk_lengths(self.lengths, buckets[-1]))
         while left:  # tokens that are there to be computed, and how many prompts have so many
             length, count = left.popitem()
-            num_tokens = limits.step_tokens(length) if is_cut else length
-            bucket = at_least(buckets, num_tokens)
-            assert bucket is not None  # a step is cut at the largest
-            steps[bucket] += count
+            num_tokens = limits.step_tokens(length) if self.is_cut else length
+            steps[num_tokens] += count
             if length > num_tokens:
                 left[length - num_tokens] += count
         return steps

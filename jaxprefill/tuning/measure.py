@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from fractions import Fraction
 
 import jax
 
@@ -26,8 +26,8 @@ from jaxprefill.weights.checkpoint import Checkpoint
 from jaxprefill.weights.load import check_names, check_shapes, load_leaves
 
 # Calls of each executable: at least so many, then until so much time is spent, at most so many.
-_MIN_CALLS, _MAX_CALLS, _SPENT_S = 3, 30, 0.5
-_NUM_WARM_CALLS = {"cpu": 1, "gpu": 3}  # a GPU records its graph in the second
+_MIN_CALLS, _MAX_CALLS, _SPENT_S = 2, 30, 0.5
+_NUM_WARM_CALLS = {"cpu": 0, "gpu": 3}  # a GPU records its graph in the second
 
 OnCompiled = Callable[[ExecutableRecord], None]
 OnMeasured = Callable[[BucketCost], None]
@@ -76,7 +76,7 @@ class ShapeMeasurer:
         self._state = self._assembly.allocate(load_leaves(checkpoint, tree))
 
     def measure(self, buckets: Sequence[int]) -> list[BucketCost]:
-        """Compiles each bucket and takes the median time of a full step.
+        """Compiles each bucket and takes the least time of a full step.
 
         Raises:
             CompileError: a bucket could not be compiled.
@@ -116,6 +116,30 @@ class ShapeMeasurer:
             self._on_measured(cost)
         return costs
 
+    def pair_ns(self) -> Fraction:
+        """What a bucket in the middle takes longer at the end of the longest context, by pairs."""
+        key = sorted(self._known)[len(self._known) // 2]
+        executable, batch, first_ns = self._known[key]
+        (row, *_) = batch.rows
+        plan = self._plan
+        longest = min(key.max_context, plan.context_length, plan.num_pages * plan.config.page_size)
+        num_pages = -(-longest // plan.config.page_size)
+        later = replace(row, kv_len=longest, pages=list(range(num_pages)))
+        num_pairs = row.q_len * (longest - row.kv_len)
+        if not num_pairs:
+            return Fraction(0)
+        steps = {key: replace(batch, rows=(later,))}
+        num_warm = _NUM_WARM_CALLS[plan.device.platform]
+        taken = time_steps(self._state, {key: executable}, steps, num_warm=num_warm)
+        return Fraction(max(0, taken[key] - first_ns), num_pairs)
+
+    def seconds(self, cost: BucketCost) -> float:
+        """What measuring a bucket of this cost takes."""
+        step_s = cost.time_ns / 1e9
+        spent_s = min(max(_MIN_CALLS * step_s, _SPENT_S), _MAX_CALLS * step_s)
+        num_warm = _NUM_WARM_CALLS[self._plan.device.platform]
+        return cost.compile_s / (os.cpu_count() or 1) + num_warm * step_s + spent_s
+
     def close(self) -> None:
         """Frees the device's arrays."""
         self._known = {}
@@ -129,9 +153,10 @@ def time_steps(
     *,
     num_warm: int,
 ) -> dict[ShapeKey, int]:
-    """Median nanoseconds of each step, from its batch on the host to its hidden rows.
+    """Least nanoseconds of each step, from its batch on the host to its hidden rows.
 
-    All shapes take turns, so that a machine that slows down slows all of them.
+    The least, as other work on the machine only ever adds time. All shapes take turns, so that a
+    machine that slows down slows all of them.
     """
     taken: dict[ShapeKey, list[int]] = {key: [] for key in steps}
     for key, batch in steps.items():
@@ -146,7 +171,7 @@ def time_steps(
             executables[key].run(state, batch)
             jax.block_until_ready(state.hidden)
             taken[key].append(time.perf_counter_ns() - began)
-    return {key: max(1, round(median(found))) for key, found in taken.items()}
+    return {key: max(1, min(found)) for key, found in taken.items()}
 
 
 def without_drift(

@@ -3,8 +3,10 @@
 Host only: whatever measures stands behind a protocol.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
 from typing import Protocol
 
@@ -14,7 +16,7 @@ from jaxprefill.tuning.ladder import Goal, Lengths, Proposal, check_lengths, chu
 
 SMALLEST = 8
 _NUM_QUANTILES = 32
-_MAX_ROUNDS = 4
+_MAX_ROUNDS = 5
 
 
 class Measurer(Protocol):
@@ -24,10 +26,18 @@ class Measurer(Protocol):
         """The cost of each bucket, in any order."""
         ...
 
+    def pair_ns(self) -> Fraction:
+        """See `CostCurve`; called once, after `measure`."""
+        ...
+
+    def seconds(self, cost: BucketCost) -> float:
+        """What measuring a bucket of this cost takes."""
+        ...
+
 
 @dataclass(frozen=True)
 class Found:
-    """What a search ends with; every bucket of the chosen ladder was measured."""
+    """What a search ends with. Where time was short, some buckets' costs are interpolated."""
 
     curve: CostCurve
     proposal: Proposal
@@ -41,8 +51,11 @@ def search(
     top: int,
     default: Sequence[int],
     shapes: Sequence[int] | None = None,
+    limit_s: float = math.inf,
 ) -> Found:
     """The smallest ladder within the goal's budget whose buckets were all measured.
+
+    Where no such ladder was found when time is up, one with interpolated costs.
 
     Args:
         measurer: told to measure a coarse grid, then what is proposed and was not in it.
@@ -51,6 +64,8 @@ def search(
         top: `chunked_prefill_size`, the last bucket of every ladder.
         default: the default ladder, which is measured too.
         shapes: measure and propose these (and `top`) alone.
+        limit_s: seconds that measuring may take, as estimated from what was measured; the
+            powers of two up to `top`, or the given shapes, are measured however long it takes.
 
     Raises:
         ConfigError: there are no lengths.
@@ -58,19 +73,31 @@ def search(
     check_lengths(lengths)
     grid = cut_ladder(shapes, top) if shapes is not None else first_grid(top, default)
     candidates = grid if shapes is not None else fine_grid(grid, lengths)
-    costs = list(measurer.measure(grid))
+    first = [size for size in grid if shapes is not None or size.bit_count() == 1 or size == top]
+    costs, wanted = list(measurer.measure(first)), [size for size in grid if size not in first]
+    pair_ns = measurer.pair_ns()
     for _ in range(_MAX_ROUNDS):
-        curve = CostCurve(costs)
+        left_s = limit_s - sum(map(measurer.seconds, costs))
+        costs += _measured_within(left_s, measurer, CostCurve(costs), wanted)
+        curve = CostCurve(costs, pair_ns=pair_ns)
         proposal = propose(curve, lengths, goal, candidates=candidates)
-        missing = [
-            bucket for bucket in proposal.chosen.buckets if not curve.cost(bucket).is_measured
-        ]
-        if not missing:
+        if proposal.chosen.is_measured:
             return Found(curve, proposal)
-        costs += measurer.measure(missing)
-    curve = CostCurve(costs)
-    measured = [cost.num_tokens for cost in curve.costs]
-    return Found(curve, propose(curve, lengths, goal, candidates=measured))
+        wanted = [size for size in proposal.chosen.buckets if not curve.cost(size).is_measured]
+    known = propose(curve, lengths, goal, candidates=[cost.num_tokens for cost in costs])
+    return Found(curve, known if known.is_within_budget else proposal)
+
+
+def _measured_within(
+    left_s: float, measurer: Measurer, curve: CostCurve, wanted: Sequence[int]
+) -> list[BucketCost]:
+    """Costs of as many of the buckets as can be measured in the time, those of least time first."""
+    chosen: list[int] = []
+    for seconds, size in sorted((measurer.seconds(curve.cost(size)), size) for size in wanted):
+        left_s -= seconds
+        if left_s >= 0:
+            chosen.append(size)
+    return measurer.measure(sorted(chosen)) if chosen else []
 
 
 def first_grid(top: int, default: Sequence[int]) -> tuple[int, ...]:
