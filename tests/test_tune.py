@@ -389,7 +389,7 @@ def test_a_budget_that_cannot_be_met_is_told_by_the_status(command, fake):
     status, out, err = command("--budget", "0", "--max-buckets", "1")
     assert status == 1 and "--prefill-buckets 160" in out and "no ladder" in err
     _, out, err = command("--time-limit", "1")
-    assert "│ tuned    │       3 │ ~" in out and "costs of 20,24 are interpolated" in err
+    assert "│ tuned    │       4 │ ~" in out and "costs of 20,24,92 are interpolated" in err
     status, out, _ = command("--budget", "1e6", "-q")
     assert status == 0 and "--prefill-buckets 160" in out
 
