@@ -162,11 +162,9 @@ def _tell(found: Found, distribution: Distribution, goal: Goal, *, is_written: b
             f"no ladder of these buckets keeps to a waste of {goal.budget:.1%}; the least "
             "wasteful is shown"
         )
-    chosen = found.proposal.chosen.buckets
-    guessed = [bucket for bucket in chosen if not found.curve.cost(bucket).is_measured]
-    if guessed:
+    if found.unmeasured:
         note(
-            f"costs of {_joined(guessed)} are interpolated, for want of time; a longer "
+            f"costs of {_joined(found.unmeasured)} are interpolated, for want of time; a longer "
             "--time-limit measures them"
         )
     if is_written:

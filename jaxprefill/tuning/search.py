@@ -16,7 +16,6 @@ from jaxprefill.tuning.ladder import Goal, Lengths, Proposal, check_lengths, chu
 
 SMALLEST = 8
 _NUM_QUANTILES = 32
-_MAX_ROUNDS = 5
 
 
 class Measurer(Protocol):
@@ -41,6 +40,12 @@ class Found:
 
     curve: CostCurve
     proposal: Proposal
+
+    @property
+    def unmeasured(self) -> list[int]:
+        """Buckets of the chosen ladder whose costs are interpolated."""
+        chosen = self.proposal.chosen.buckets
+        return [bucket for bucket in chosen if not self.curve.cost(bucket).is_measured]
 
 
 def search(
@@ -74,18 +79,23 @@ def search(
     grid = cut_ladder(shapes, top) if shapes is not None else first_grid(top, default)
     candidates = grid if shapes is not None else fine_grid(grid, lengths)
     first = [size for size in grid if shapes is not None or size.bit_count() == 1 or size == top]
-    costs, wanted = list(measurer.measure(first)), [size for size in grid if size not in first]
-    pair_ns = measurer.pair_ns()
-    for _ in range(_MAX_ROUNDS):
+    costs, pair_ns = list(measurer.measure(first)), measurer.pair_ns()
+    wanted = [size for size in grid if size not in first]
+    while True:
         left_s = limit_s - sum(map(measurer.seconds, costs))
         costs += _measured_within(left_s, measurer, CostCurve(costs), wanted)
-        curve = CostCurve(costs, pair_ns=pair_ns)
-        proposal = propose(curve, lengths, goal, candidates=candidates)
-        if proposal.chosen.is_measured:
-            return Found(curve, proposal)
-        wanted = [size for size in proposal.chosen.buckets if not curve.cost(size).is_measured]
-    known = propose(curve, lengths, goal, candidates=[cost.num_tokens for cost in costs])
-    return Found(curve, known if known.is_within_budget else proposal)
+        found = _proposed(CostCurve(costs, pair_ns=pair_ns), lengths, goal, candidates)
+        if not found.unmeasured:
+            return found
+        if found.unmeasured == wanted:
+            break
+        wanted = found.unmeasured
+    known = _proposed(found.curve, lengths, goal, [cost.num_tokens for cost in costs])
+    return known if known.proposal.is_within_budget else found
+
+
+def _proposed(curve: CostCurve, lengths: Lengths, goal: Goal, candidates: Sequence[int]) -> Found:
+    return Found(curve, propose(curve, lengths, goal, candidates=candidates))
 
 
 def _measured_within(
