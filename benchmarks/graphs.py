@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxprefill.inspection.thunks import THUNK_DUMP, read_graphs
+from jaxprefill.inspection.thunks import THUNK_DUMPS, read_graphs
 
 _UPDATED = re.compile(r"Updated command buffer in (\d+) .s; num_commands=(\d+)")
 
@@ -61,7 +61,8 @@ class GraphLog:
 
         Of several of that name, the last that was compiled. Ready for JSON.
         """
-        paths = sorted(self._folder.glob(f"*.jit_{name}.*{THUNK_DUMP}"), key=_module_number)
+        dumps = [list(self._folder.glob(f"*.jit_{name}.*{end}")) for end in THUNK_DUMPS]
+        paths = sorted(next(filter(None, dumps), []), key=_module_number)
         found = read_graphs("".join(path.read_text(errors="replace") for path in paths[-1:]))
         return {"graphs": found.num_graphs, "nodes": found.num_nodes, "outside": found.outside}
 

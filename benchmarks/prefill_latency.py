@@ -1,6 +1,8 @@
 """Latency of prefill and decode steps: body + greedy head, host metadata included.
 
     python -m benchmarks.prefill_latency --shape qwen3-8b      on a GPU, torch's peer beside it
+    python -m benchmarks.prefill_latency --part 1/2            half of the cases; then
+    python -m benchmarks.prefill_latency --part 2/2 --append   the others, into the same file
     python -m benchmarks.prefill_latency --tiny                on a CPU, in seconds
 
 A case is tokens x requests + cached prefix ("30x1+4096"), or d + slots + prefix for a decode step
@@ -19,6 +21,7 @@ import argparse
 import collections
 import gc
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -30,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import Case
 from benchmarks.graphs import GraphLog
-from benchmarks.report import plot, print_table
+from benchmarks.report import add_run, plot, print_table
 
 if TYPE_CHECKING:
     from benchmarks.rig import Rig, RigSizes
@@ -53,6 +56,7 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     """See the module's docstring."""
     args = parse_args()
+    out = Path(args.out or RESULTS / f"prefill_latency_{args.shape}.json")
     log = GraphLog() if args.graphs else None
     rig = build(args)
     rows = measure_cases(rig, args, log)
@@ -64,8 +68,7 @@ def main() -> None:
     if args.peer:
         meta["peer"], peer_rows = run_peer(rig, args)
         rows += peer_rows
-    report = {"meta": meta, "rows": rows}
-    out = Path(args.out or RESULTS / f"prefill_latency_{args.shape}.json")
+    report = add_run(out if args.append else None, meta, rows)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report)
@@ -78,6 +81,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--tiny", action="store_true", help="the tiny shape, few repeats")
     parser.add_argument("--cases", default="", help="e.g. 16x1,30x1+4096,d16+512")
+    parser.add_argument("--part", default="1/1", help="K/N: the K-th of N equal parts of the cases")
+    parser.add_argument("--append", action="store_true", help="keep the file's other rows")
     parser.add_argument("--paths", default=",".join(PATHS), help="of full, layerwise, eager")
     parser.add_argument("--slots", type=int, default=16, help="request slots of a prefill bucket")
     parser.add_argument("--max-context", type=int, default=40960)
@@ -85,7 +90,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pool-tokens", type=int, default=540672)
     parser.add_argument("--attention", default="auto", help="attention backend")
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--threads", type=int, default=8, help="compile threads")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="compile threads")
     parser.add_argument("--graphs", action="store_true", help="read XLA's log and dump (GPU)")
     parser.add_argument("--ladder", action="store_true", help="load the whole default ladder")
     parser.add_argument("--plot", action="store_true", help="draw it (extra bench)")
@@ -98,7 +103,9 @@ def parse_args() -> argparse.Namespace:
     if args.tiny or args.shape == "tiny":
         args.tiny, args.shape, args.pool_tokens, args.repeats = True, "tiny", 4096, 5
         args.slots, args.max_context = 4, 256
-    args.cases = args.cases or (TINY_CASES if args.tiny else GPU_CASES)
+    cases = (args.cases or (TINY_CASES if args.tiny else GPU_CASES)).split(",")
+    part, parts = map(int, args.part.split("/"))
+    args.cases = ",".join(cases[len(cases) * (part - 1) // parts : len(cases) * part // parts])
     return args
 
 
@@ -183,6 +190,7 @@ def measure_cases(
                 print(f"out of time before {text} {path}", flush=True)
                 continue
             key = key_of(case, path, rig.sizes)
+            begun = time.perf_counter()
             row: dict[str, Any] = {
                 "shape": args.shape,
                 "tokens": case.num_tokens,
@@ -198,7 +206,7 @@ def measure_cases(
             row["tflops_per_s"] = round(flops(rig, case) / row["wall_ms"] / 1e9, 1)
             if log is not None:
                 row |= graph_facts(log, path, key)
-            rows.append(row)
+            rows.append(row | {"took_s": round(time.perf_counter() - begun, 1)})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -230,7 +238,7 @@ def measure(
         body()
         return run_head(rig, batch)
 
-    warm_ms = in_a_row(whole, 5)
+    warm_ms = in_a_row(whole, 2, rounds=1)
     repeats = max(min(most_repeats, int(800 / warm_ms)), min(most_repeats, 10))
     samples = collections.defaultdict[str, list[float]](list)
     for index in range(2 * repeats):
@@ -248,15 +256,15 @@ def measure(
         done = time.perf_counter()
         samples["value" if index % 2 else "wall"].append(done - begun)
         samples["dispatch"].append(dispatched - begun)
-    for _ in range(8):
+    for _ in range(5):
         begun = time.perf_counter()
         body()
         samples["hot_dispatch"].append(time.perf_counter() - begun)
     result = {f"{name}_ms": _ms(statistics.median(found)) for name, found in samples.items()}
     return result | {
         "wall_min_ms": _ms(min(samples["wall"])),
-        "busy_ms": in_a_row(whole, repeats),
-        "body_busy_ms": in_a_row(body, repeats),
+        "busy_ms": in_a_row(whole, min(repeats, 12), rounds=2),
+        "body_busy_ms": in_a_row(body, min(repeats, 12), rounds=2),
         "repeats": repeats,
     }
 

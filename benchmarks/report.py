@@ -1,7 +1,10 @@
 """A latency benchmark's report: a table on the terminal and a plot."""
 
+import json
 from pathlib import Path
 from typing import Any
+
+_RUN = ("card", "commit", "date", "versions", "command", "floor")
 
 
 def print_table(report: dict[str, Any]) -> None:
@@ -17,6 +20,30 @@ def print_table(report: dict[str, Any]) -> None:
         print(f"{row['tokens']:7}{row['requests']:5}{row['prefix']:7}  {row['path']:11}", *numbers,
               f"{row['wall_ms'] / floor:11.2f}", *(f"{fact!s:>7}" for fact in facts),
               f"{row.get('temp_bytes', 0) / 1e6:9.1f}")  # fmt: skip
+
+
+def add_run(kept: Path | None, meta: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The report of one run; beside it the rows of an earlier report that it did not measure anew.
+
+    A row's `run` says which of `meta["runs"]` it is from.
+    """
+    old = json.loads(kept.read_text()) if kept is not None and kept.exists() else None
+    before, others = ({}, []) if old is None else (old["meta"], old["rows"])
+    runs = before.get("runs") or [_run(before)][: len(others)]
+    new = {_identity(row) for row in rows}
+    both = [{"run": 0} | row for row in others if _identity(row) not in new]
+    both += [row | {"run": len(runs)} for row in rows]
+    both.sort(key=lambda row: row["path"].startswith("torch"))
+    lasting = {name: before[name] for name in ("mix", "ladder", "peer") if name in before}
+    return {"meta": lasting | meta | {"runs": [*runs, _run(meta)]}, "rows": both}
+
+
+def _run(meta: dict[str, Any]) -> dict[str, Any]:
+    return {name: meta.get(name) for name in _RUN}
+
+
+def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("shape", "tokens", "requests", "prefix", "path"))
 
 
 def _same_case(one: dict[str, Any], other: dict[str, Any]) -> bool:
