@@ -12,6 +12,7 @@ import pytest
 from jaxprefill.cli import inspecting
 from jaxprefill.cli.main import main
 from jaxprefill.errors import ConfigError, InspectionError, RequestError
+from jaxprefill.inspection import sources
 from jaxprefill.inspection.cost import cost_program
 from jaxprefill.inspection.diff import compare
 from jaxprefill.inspection.findings import find
@@ -425,7 +426,7 @@ def test_the_command_traces_only_what_it_compiled(cli, source, monkeypatch):
     trace = json.loads(out)
     assert status == 0 and trace["num_calls"] == 2 and 0 < trace["busy_s"] <= trace["span_s"]
     assert any("fusion" in each["name"] or "dot" in each["name"] for each in trace["kernels"])
-    monkeypatch.setattr(inspecting, "JobSource", StoreSource)
+    monkeypatch.setattr(sources, "JobSource", StoreSource)
     status, _, err = cli("trace", "clean 8")
     assert status == 1 and "compiled just now" in err
 
@@ -517,6 +518,21 @@ def test_an_engine_tells_its_programs(engine):
     assert parse_module(engine.program_text(name)).name.startswith("jit_")
     with pytest.raises(RequestError, match="executable must be"):
         engine.program_text("none")
+
+
+def test_a_notebook_reads_stores_and_servers_alike(source, tmp_path):
+    store_of(source, tmp_path / "store", "clean 8x1x16")
+    opened = sources.open_store(tmp_path / "store", is_trusted=True)
+    (name,) = opened.names
+    assert summarise(sources.analysed(opened, "clean")).name == name
+    with pytest.raises(InspectionError, match="compiled just now"):
+        sources.analysed(opened, name, repeats=1)
+    with pytest.raises(InspectionError, match="does not answer"):
+        sources.open_server("http://127.0.0.1:1")
+    timed = sources.analysed(source, "clean 8", repeats=1)
+    assert summarise(timed).as_dict()["measured_s"] > 0
+    with pytest.raises(ConfigError, match="page_size"):
+        sources.open_model(page_size=-1)
 
 
 def test_folders_are_compared_name_by_name(source, tmp_path, capsys):

@@ -2,26 +2,22 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxprefill.cli.flags import engine_config_of
 from jaxprefill.cli.streams import emit, emit_json, note
 from jaxprefill.cli.tables import emit_table
-from jaxprefill.errors import InspectionError, RequestError
+from jaxprefill.errors import RequestError
 from jaxprefill.inspection import text
-from jaxprefill.inspection.calls import Calls
 from jaxprefill.inspection.diff import Difference, compare
 from jaxprefill.inspection.fold import fold, lines_of
-from jaxprefill.inspection.model import KEEP_GRAPHS, JobSource, ModelSource, distant_chip, load_hlo
+from jaxprefill.inspection.model import KEEP_GRAPHS, ModelSource
 from jaxprefill.inspection.page import render
 from jaxprefill.inspection.records import Inspected, Operation, Summary
 from jaxprefill.inspection.select import Source, select, select_one
-from jaxprefill.inspection.served import ServerSource
-from jaxprefill.inspection.stored import StoreSource
+from jaxprefill.inspection.sources import analysed, calls_of, open_server, open_store
 from jaxprefill.inspection.summary import (
-    Analysis,
     analyse,
     by_scope,
     operations,
@@ -44,14 +40,9 @@ def run_action(args: argparse.Namespace) -> int:
 def open_source(args: argparse.Namespace) -> Source:
     """The store, the server or the model that the flags name."""
     if args.url is not None:
-        return ServerSource(args.url, find_chip=distant_chip, api_key=args.api_key)
+        return open_server(args.url, api_key=args.api_key)
     if args.folder is not None:
-        return StoreSource(
-            args.folder,
-            find_chip=distant_chip,
-            load=load_hlo,
-            is_trusted=args.trust_executables,
-        )
+        return open_store(args.folder, is_trusted=args.trust_executables)
     return ModelSource(engine_config_of(args))
 
 
@@ -76,24 +67,8 @@ def _summaries(source: Source, args: argparse.Namespace) -> Sequence[Summary]:
     for name in names or source.names:
         if not args.quiet:
             note(f"{name} ...")
-        found.append(summarise(_analysed(source, name, args)))
+        found.append(summarise(analysed(source, name, repeats=args.measure)))
     return found
-
-
-def _analysed(source: Source, name: str, args: argparse.Namespace) -> Analysis:
-    """With its time, where that is asked for."""
-    one = source.open(name)
-    if args.measure:
-        one = replace(one, measured_s=_calls(source, name).median_s(args.measure))
-    return analyse(one)
-
-
-def _calls(source: Source, name: str) -> Calls:
-    if not isinstance(source, JobSource):
-        raise InspectionError(
-            "executables are run only where they were compiled just now; name a --model instead"
-        )
-    return source.calls(name)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -226,7 +201,7 @@ def _html(args: argparse.Namespace) -> int:
 def _trace(args: argparse.Namespace) -> int:
     source = open_source(args)
     name = select_one(source.names, args.key)
-    trace = _calls(source, name).trace(args.calls)
+    trace = calls_of(source, name).trace(args.calls)
     if args.json:
         emit_json({"name": name} | trace.as_dict())
         return 0
