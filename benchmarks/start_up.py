@@ -145,7 +145,10 @@ def cpu_of_children() -> float:
 def describe_ratio(rows: list[dict[str, Any]]) -> str:
     """How many times faster the median warm start was."""
     key = "ready_s" if "ready_s" in rows[0] else "ready_without_weights_s"
-    cold, warm = rows[0][key], statistics.median(row[key] for row in rows[1:])
+    cold = rows[0][key]
+    if len(rows) == 1:
+        return f"cold {cold:.1f} s"
+    warm = statistics.median(row[key] for row in rows[1:])
     return f"cold {cold:.1f} s, warm {warm:.1f} s: {cold / warm:.1f} times faster"
 
 
