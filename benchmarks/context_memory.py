@@ -1,16 +1,20 @@
-"""Temporary memory of one compressed-sparse layer's attention, by context and kind of top-k.
+"""Temporary memory, and on a GPU time, of one compressed-sparse layer's attention, by context and
+kind of top-k.
 
     python -m benchmarks.context_memory --tokens 8192 --context 1M --max-context 256K --json
     python -m benchmarks.context_memory     a table, tokens x context, and a plot (extra `bench`)
 
-DeepSeek-V4-Flash's shapes in float32, compiled and not run: the numbers are the compiler's own.
+DeepSeek-V4-Flash's shapes, compiled: bytes are the compiler's own. On a GPU the layer is also run,
+on random numbers, for the last tokens of a request as long as max context: `ms`, the best of three.
 *materialised* keeps the indexer's logits of all tokens and entries (4 bytes x tokens x context / 4,
-as SGLang does), *streaming* those of one tile and block. `context_temp_bytes` is what exceeds the
+as SGLang does), *streaming* those of one tile and block, and *pallas_triton*, on a GPU,
+does so in a kernel. `context_temp_bytes` is what exceeds the
 same layer at a context of 4096.
 """
 
 import argparse
 import json
+import time
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import product
@@ -34,13 +38,14 @@ from jaxprefill.models.sharding import make_mesh
 from jaxprefill.moe_config import MoeConfig
 from jaxprefill.prefill.compiler import CPU_OPTIONS
 
-VARIANTS: tuple[TopKVariant, ...] = ("materialised", "streaming")
+VARIANTS: tuple[TopKVariant, ...] = ("materialised", "streaming", "pallas_triton")
 LINE = (
     "{variant:13} {tokens:6} tokens, max context {max_context:8}: {temp_bytes:11} bytes, "
     "of context {context_temp_bytes:11}"
 )
 PAGE, SLOTS, TILE = 128, 1, 64
 SMALL_CONTEXT = 4096
+RUNS = 3
 
 
 def flash_config(context: int) -> ModelConfig:
@@ -59,11 +64,12 @@ def flash_config(context: int) -> ModelConfig:
     )  # fmt: skip
 
 
-@cache
-def temp_bytes(variant: TopKVariant, tokens: int, context: int, max_context: int) -> int:
-    """What the compiler plans beside arguments and results."""
-    config = flash_config(context)
-    layer = nnx.eval_shape(lambda: DeepseekV4Layer(config, 0, jnp.dtype(jnp.float32)))
+def lowered_layer(
+    variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str
+) -> tuple[jax.stages.Traced, tuple]:
+    """(the attention of one layer, traced; the shapes of its arguments)."""
+    config, kind = flash_config(context), jnp.dtype(dtype)
+    layer = nnx.eval_shape(lambda: DeepseekV4Layer(config, 0, kind))
     graph, state = nnx.split(layer)
 
     def attend(state, pools, normed, inputs):
@@ -71,15 +77,74 @@ def temp_bytes(variant: TopKVariant, tokens: int, context: int, max_context: int
         own.top_k_variant = variant
         return own.attend(normed, pools, jnp.int32(0), inputs)
 
-    pools = pool_shapes(
-        cache_spec(config), context // PAGE, PAGE, dtype=jnp.dtype(jnp.float32), mesh=make_mesh()
-    )
+    spec, pages = cache_spec(config), context // PAGE
+    pools = pool_shapes(spec, pages, PAGE, dtype=kind, mesh=make_mesh())
     normed = jax.ShapeDtypeStruct((tokens, config.hidden_size), np.float32)
     arguments = (state, pools, normed, input_shapes(tokens, max_context))
-    lowered = jax.jit(attend, donate_argnums=1).lower(*arguments)
+    return jax.jit(attend, donate_argnums=1).trace(*arguments), arguments
+
+
+@cache
+def compiled_layer(
+    variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str
+) -> tuple[jax.stages.Compiled, tuple]:
+    """The same for this process's device."""
+    traced, arguments = lowered_layer(variant, tokens, context, max_context, dtype)
     quick = {"xla_backend_optimization_level": 0}  # of machine code: buffers are as they are
     options = CPU_OPTIONS | quick if jax.default_backend() == "cpu" else None
-    return lowered.compile(options).memory_analysis().temp_size_in_bytes
+    return traced.lower().compile(options), arguments
+
+
+def temp_bytes(
+    variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str = "float32"
+) -> int:
+    """What the compiler plans beside arguments and results."""
+    layer, _ = compiled_layer(variant, tokens, context, max_context, dtype)
+    return layer.memory_analysis().temp_size_in_bytes
+
+
+def run_ms(variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str) -> float:
+    """The quickest of some passes over the last tokens of one request of `max_context`."""
+    layer, (state, pools, normed, inputs) = compiled_layer(
+        variant, tokens, context, max_context, dtype
+    )
+    state, pools, normed = jax.tree.map(drawn_like, (state, pools, normed))
+    inputs = real_inputs(inputs, tokens, max_context)
+    seconds: list[float] = []
+    for _ in range(RUNS + 1):  # the first warms up
+        began = time.perf_counter()
+        out, pools = layer(state, pools, normed, inputs)
+        jax.block_until_ready(out)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:]) * 1000
+
+
+def drawn_like(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Random numbers, as small as a weight's."""
+    normal = partial(jax.random.normal, shape=shape.shape, dtype=shape.dtype)
+    return jax.jit(lambda key: normal(key) / 32)(jax.random.key(0))
+
+
+def real_inputs(shapes: LayerInputs, tokens: int, max_context: int) -> LayerInputs:
+    """Of one request whose pages lie in order."""
+    num_tiles = len(shapes.batch.tile_slot)
+    batch = RaggedBatch(
+        kv_rows=jnp.arange(max_context - tokens, max_context, dtype=jnp.int32),
+        q_lens=jnp.array([tokens], jnp.int32),
+        kv_lens=jnp.array([max_context], jnp.int32),
+        q_starts=jnp.zeros(1, jnp.int32),
+        page_table=jnp.arange(max_context // PAGE, dtype=jnp.int32)[None],
+        tile_slot=jnp.zeros(num_tiles, jnp.int32),
+        tile_start=jnp.arange(num_tiles, dtype=jnp.int32) * TILE,
+        num_tiles=jnp.int32(-(-tokens // TILE)),
+    )
+    return LayerInputs(
+        rotary=jnp.ones(shapes.rotary.shape, jnp.float32),
+        batch=batch,
+        num_tokens=jnp.int32(tokens),
+        ids=jnp.zeros(tokens, jnp.int32),
+        tile_offsets=jnp.arange(TILE, dtype=jnp.int32),
+    )
 
 
 def input_shapes(tokens: int, max_context: int) -> LayerInputs:
@@ -94,21 +159,28 @@ def input_shapes(tokens: int, max_context: int) -> LayerInputs:
         page_table=ints(SLOTS, max_context // PAGE),
         tile_slot=tiles, tile_start=tiles, num_tiles=ints(),
     )  # fmt: skip
-    rotary = jax.ShapeDtypeStruct((4, tokens, 32), np.float32)
+    rotary = jax.ShapeDtypeStruct((2, tokens, 32), np.float32)
     return LayerInputs(rotary, batch, ints(), ints(tokens), ints(TILE))
 
 
-def row(variant: TopKVariant, tokens: int, context: int, max_context: int) -> dict:
+def row(
+    variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str
+) -> dict[str, str | int | float]:
     """One measurement."""
-    found = temp_bytes(variant, tokens, context, max_context)
+    found = temp_bytes(variant, tokens, context, max_context, dtype)
+    least = temp_bytes(variant, tokens, context, SMALL_CONTEXT, dtype)
+    timed = {}
+    if jax.default_backend() == "gpu":
+        timed["ms"] = run_ms(variant, tokens, context, max_context, dtype)
     return {
         "variant": variant,
         "tokens": tokens,
         "context": context,
         "max_context": max_context,
         "temp_bytes": found,
-        "context_temp_bytes": found - temp_bytes(variant, tokens, context, SMALL_CONTEXT),
-    }
+        "context_temp_bytes": found - least,
+        "dtype": dtype,
+    } | timed
 
 
 def draw(rows: list[dict], out: Path) -> None:
@@ -121,7 +193,7 @@ def draw(rows: list[dict], out: Path) -> None:
     for variant, tokens in sorted({(one["variant"], one["tokens"]) for one in rows}):
         own = [one for one in rows if (one["variant"], one["tokens"]) == (variant, tokens)]
         gib = [one["temp_bytes"] / 2**30 for one in own]
-        style = "-" if variant == "streaming" else "--"
+        style = "--" if variant == "materialised" else "-"
         label = f"{variant}, {tokens} tokens"
         axes.plot([one["max_context"] for one in own], gib, style, marker="o", label=label)
     axes.set_xscale("log", base=2)
@@ -137,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name in ("--tokens", "--context", "--max-context"):
         parser.add_argument(name, type=partial(parse_count, name))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path, default=Path("benchmarks/results/context_memory.png"))
     args = parser.parse_args()
@@ -144,10 +217,12 @@ def main() -> None:
     tokens = [args.tokens] if args.tokens else [2048, 8192]
     bounds = [args.max_context] if args.max_context else [1 << 16, 1 << 18]
     rows = []
-    for variant, count, bound in product(VARIANTS, tokens, (context, *reversed(bounds))):
-        rows.append(row(variant, count, context, bound))
+    variants = VARIANTS if jax.default_backend() == "gpu" else VARIANTS[:2]
+    for variant, count, bound in product(variants, tokens, (context, *reversed(bounds))):
+        rows.append(row(variant, count, context, bound, args.dtype))
         if not args.json:
-            print(LINE.format(**rows[-1]), flush=True)
+            took = f", {rows[-1]['ms']:.2f} ms" if "ms" in rows[-1] else ""
+            print(LINE.format(**rows[-1]) + took, flush=True)
     if args.json:
         print(json.dumps({"rows": rows}))
     elif find_spec("matplotlib"):

@@ -49,7 +49,7 @@ class EnginePlan:
         sample_rows, score_rows: row counts of the LM head; none where the model lacks it.
         pool_rows: row count of what makes embeddings and reads the classifier.
         ladder_origin: where the buckets come from, where neither the user nor the default says.
-        kernels: what experts run in.
+        kernels: what experts run in (see `ModelConfig`).
         path: what prefill executables are: `config.prefill_backend`, or chosen.
         path_why: why, where the user left it open.
         cache_spec: what one device keeps per token.
@@ -97,9 +97,10 @@ class EnginePlan:
 
     def describe(self) -> str:
         """One line: device, attention, and the shapes that are built."""
+        experts = "" if self.model.moe is None else f", experts {self.kernels}"
         origin = f" ({self.ladder_origin})" if self.ladder_origin else ""
         return (
-            f"{self.device.platform}, {self.dtype.name}, attention {self.backend.name}; "
+            f"{self.device.platform}, {self.dtype.name}, attention {self.backend.name}{experts}; "
             f"prefill {self.path}: "
             f"buckets {_joined(self.ladder.buckets)}{origin}, "
             f"{self.ladder.num_slots} slots, context {_joined(self.ladder.max_contexts)}; "

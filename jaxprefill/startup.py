@@ -15,7 +15,12 @@ from jaxprefill.compat import no_compilation_cache, use_compilation_cache
 from jaxprefill.core import EngineCore
 from jaxprefill.fingerprint import engine_facts
 from jaxprefill.kernels.attention.xla import XLA
-from jaxprefill.kernels.self_check import check_attention, check_experts, check_products
+from jaxprefill.kernels.self_check import (
+    check_attention,
+    check_choice,
+    check_experts,
+    check_products,
+)
 from jaxprefill.models.decoder import attention_specs
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import Leaves, model_tree
@@ -206,6 +211,8 @@ def check_kernels(plan: EnginePlan) -> None:
         check_products(plan.dtype)
     if plan.kernels == "pallas_triton":
         check_experts(plan.dtype)
+        if model.latent is not None:
+            check_choice(plan.dtype)
 
 
 def _identity(plan: EnginePlan) -> str:

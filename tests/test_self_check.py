@@ -10,6 +10,7 @@ from jaxprefill.kernels import self_check
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import gemm
 from jaxprefill.kernels.experts import pallas_triton
+from jaxprefill.kernels.top_k import pallas_triton as top_k
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 FLOAT32 = jnp.dtype("float32")
@@ -55,6 +56,13 @@ def test_wrong_experts_are_named(monkeypatch):
     monkeypatch.setattr(pallas_triton, "_apart", lambda total: apart(total * 1.01))
     with pytest.raises(KernelError, match="pallas_triton experts"):
         self_check.check_experts(FLOAT32, interpret=True)
+
+
+@pytest.mark.slow
+def test_a_wrong_choice_of_entries_is_named(monkeypatch):
+    monkeypatch.setattr(top_k, "_kth_largest", lambda numbers, k: numbers.max())
+    with pytest.raises(KernelError, match="pallas_triton choice of entries"):
+        self_check.check_choice(FLOAT32, interpret=True)
 
 
 def test_no_number_at_all_is_an_error():

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxprefill.errors import KernelError
-from jaxprefill.kernels.attention import CAUSAL, AttentionBackend, AttentionSpec
+from jaxprefill.kernels.attention import CAUSAL, AttentionBackend, AttentionSpec, RaggedBatch
 from jaxprefill.kernels.attention.cases import AttentionCase, make_inputs
 from jaxprefill.kernels.attention.rotation import plain_norm_and_rotate
 from jaxprefill.kernels.attention.xla import XLA
@@ -25,6 +25,7 @@ from jaxprefill.kernels.decoder_layer.select import (
     choose_tiles,
 )
 from jaxprefill.kernels.experts import ExpertWeights, GroupedExperts, combine, plan_blocks
+from jaxprefill.kernels.top_k import ChoiceTiles, EntryPages, choose_entries
 
 _LIMITS = {"float32": 1e-4, "bfloat16": 1e-2}  # of the error's norm over the result's
 _ROWS, _WIDTH, _DEPTH, _HEAD_DIM, _EPS = 16, 512, 1024, 64, 1e-6
@@ -99,6 +100,46 @@ def check_experts(dtype: jnp.dtype, *, interpret: bool = False) -> None:
 
     found, expected = jax.jit(ours)(), jax.jit(plain)()
     _compare("pallas_triton experts", found, expected, dtype)
+
+
+def check_choice(dtype: jnp.dtype, *, interpret: bool = False) -> None:
+    """The best entries of some queries, of small whole numbers: exact, with ties.
+
+    Raises:
+        KernelError: names the kernel, and how far what it chose is from the best.
+    """
+    rng = np.random.default_rng(2)
+    tokens, num_entries, page_size, top_k = 8, 512, 64, 16
+    shapes = ((tokens, 16, 32), (tokens, 16), (num_entries // page_size, page_size, 32))
+    q, weights, keys = (jnp.asarray(rng.integers(-2, 3, shape), dtype) for shape in shapes)
+    count, none = jnp.array([tokens], jnp.int32), jnp.zeros(1, jnp.int32)
+    table = jnp.asarray(rng.permutation(len(keys))[None], jnp.int32)
+    batch = RaggedBatch(
+        kv_rows=jnp.zeros(tokens, jnp.int32), q_lens=count, kv_lens=none + num_entries,
+        q_starts=none, page_table=table, tile_slot=none, tile_start=none, num_tiles=jnp.int32(1),
+    )  # fmt: skip
+    row = jnp.arange(tokens)[:, None]
+
+    def member(chosen: Int32[Array, "T k"]) -> Float[Array, "T entries"]:
+        return jnp.zeros((tokens, num_entries)).at[row, chosen].set(1)
+
+    def ours() -> Float[Array, "T entries"]:
+        pages = EntryPages(keys, jnp.int32(0), page_size, 1)
+        tiles = ChoiceTiles(blocks=1)  # short lists, so that they are cut on the way
+        chosen = choose_entries(
+            q, weights, pages, batch, top_k=top_k, tile_q=tokens, tiles=tiles, interpret=interpret
+        )
+        return member(chosen)
+
+    def plain() -> Float[Array, "T entries"]:
+        exact = [x.astype(jnp.float32) for x in (q, weights, keys[table[0]].reshape(-1, 32))]
+        with jax.default_matmul_precision("highest"):
+            dots = jax.nn.relu(jnp.einsum("tid,sd->tis", exact[0], exact[2]))
+            scores = jnp.einsum("tis,ti->ts", dots, exact[1])
+        is_seen = jnp.arange(num_entries) <= num_entries - tokens + row
+        return member(jax.lax.top_k(jnp.where(is_seen, scores, -jnp.inf), top_k)[1])
+
+    _compare("pallas_triton choice of entries", jax.jit(ours)(), jax.jit(plain)(), dtype)
 
 
 def _attend(

@@ -115,7 +115,7 @@ def _loop_over(
 def choose_kernels(
     config: ModelConfig, *, attention_backend: str, platform: str, dtype: str
 ) -> KernelKind:
-    """What the experts of one device's part run in: plain JAX where that is asked, or must be."""
+    """`ModelConfig.kernels` of one device's part: plain JAX where that is asked, or must be."""
     lack = lacks_grouped_experts(config.hidden_size, config.mlp_size, dtype, config.activation)
     is_plain = platform != "gpu" or attention_backend == "xla" or lack is not None
     return "xla" if config.moe is None or is_plain else "pallas_triton"

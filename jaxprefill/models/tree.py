@@ -88,7 +88,7 @@ def model_tree(
 ) -> ModelTree:
     """The structure of a model whose layers are shared out over `mesh`, no array made.
 
-    `kernels` is what its experts run in.
+    `kernels` is what its experts run in (see `ModelConfig`).
 
     Raises:
         ConfigError: the model cannot be shared out evenly, or not be quantised.

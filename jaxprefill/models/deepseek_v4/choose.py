@@ -1,8 +1,9 @@
-"""Which compressed entries each query attends to: the indexer's best, in two ways, one answer.
+"""Which compressed entries each query attends to: the indexer's best, in three ways, one answer.
 
 *materialised*: all scores of the batch, [tokens, context / 4] float32, then one top-k.
 *streaming*: a running top-k over blocks of entries; scores of one block and one tile at a time.
-Equal scores go to the earlier entry in both.
+*pallas_triton*: the same in a kernel, for GPUs: no loop in the executable, and no sorting.
+Equal scores go to the earlier entry in all.
 """
 
 from collections.abc import Callable
@@ -14,11 +15,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxprefill.kernels.attention import RaggedBatch
+from jaxprefill.kernels.attention.api import as_numbers
+from jaxprefill.kernels.top_k import EntryPages, choose_entries
 from jaxprefill.models.deepseek_v4.attend import Tile, read_entries, tile_of
 from jaxprefill.models.deepseek_v4.modules import index_scores
 from jaxprefill.models.deepseek_v4.pages import PagedPool
 
-TopKVariant = Literal["streaming", "materialised"]
+TopKVariant = Literal["streaming", "materialised", "pallas_triton"]
 SCORE_BLOCK = 1024  # entries that are scored at once
 
 IndexQuery = tuple[Float[Array, "q I D"], Float[Array, "q I"]]  # queries, head weights
@@ -94,6 +97,20 @@ def choose_materialised(choice: Choice, batch: RaggedBatch, tile_q: int) -> Int3
     scores = lax.fori_loop(0, batch.num_tiles, score, scores)
     best, entries = lax.top_k(scores, min(choice.top_k, capacity))
     return jnp.where(best == -jnp.inf, capacity, entries)
+
+
+def choose_in_kernel(
+    choice: Choice, batch: RaggedBatch, query: IndexQuery, tile_q: int, *, interpret: bool = False
+) -> Int32[Array, "T k"]:
+    """The best entries of all tokens' queries, in the entries' order; padding's rows are none's.
+
+    `query` has every token's; `interpret` runs it on any device.
+    """
+    keys, first_page, page_size = choice.keys
+    pages = EntryPages(as_numbers(keys[0, 0]), first_page, page_size, choice.rate)
+    return choose_entries(
+        *query, pages, batch, top_k=choice.top_k, tile_q=tile_q, interpret=interpret
+    )
 
 
 def _score_block(

@@ -12,6 +12,7 @@ from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.attention.api import Attend
 from jaxprefill.kernels.attention.tiles import NO_ROW
+from jaxprefill.kernels.top_k import lacks_choose_entries
 from jaxprefill.models.decoder import LayerInputs, Pools
 from jaxprefill.models.deepseek_v4.attend import (
     Softmax,
@@ -24,6 +25,7 @@ from jaxprefill.models.deepseek_v4.attend import (
 from jaxprefill.models.deepseek_v4.choose import (
     Choice,
     TopKVariant,
+    choose_in_kernel,
     choose_materialised,
     choose_streaming,
 )
@@ -90,7 +92,10 @@ class DeepseekV4Layer(nnx.Module):
         self.attention = LatentAttention(config, self.kind, dtype)
         self.mlp_mixing = HyperConnection(config)
         self.moe = HashedMoe(config, is_hashed=latent.hash_layers[index], dtype=dtype)
-        self.top_k_variant: TopKVariant = "streaming"
+        is_plain = config.kernels == "xla" or lacks_choose_entries(
+            latent.index_heads, latent.index_dim
+        )
+        self.top_k_variant: TopKVariant = "streaming" if is_plain else "pallas_triton"
 
     def __call__(
         self,
@@ -211,7 +216,10 @@ class DeepseekV4Layer(nnx.Module):
                 latent_config.sparse_rate,
                 latent_config.index_top_k,
             )
-            if self.top_k_variant == "materialised":
+            if self.top_k_variant == "pallas_triton":
+                query = attention.indexer.project(latent, normed, table)
+                chosen = choose_in_kernel(choice, batch, query, tile_q)
+            elif self.top_k_variant == "materialised":
                 chosen = choose_materialised(choice, batch, tile_q)
 
         def attend(tile: Tile) -> Float[Array, "q grouped"]:
