@@ -78,7 +78,7 @@ def lowered_layer(
         return own.attend(normed, pools, jnp.int32(0), inputs)
 
     spec, pages = cache_spec(config), context // PAGE
-    pools = pool_shapes(spec, pages, PAGE, dtype=kind, mesh=make_mesh())
+    pools = pool_shapes(spec, pages, PAGE, num_recent=pages, dtype=kind, mesh=make_mesh())
     normed = jax.ShapeDtypeStruct((tokens, config.hidden_size), np.float32)
     arguments = (state, pools, normed, input_shapes(tokens, max_context))
     return jax.jit(attend, donate_argnums=1).trace(*arguments), arguments

@@ -304,7 +304,12 @@ class Assembly:
             leaves=self.tree.shapes,
             head=self.tree.head(self.tree.shapes),
             pools=pool_shapes(
-                plan.cache_spec, plan.num_pages, page_size, dtype=pool, mesh=self.mesh
+                plan.cache_spec,
+                plan.num_pages,
+                page_size,
+                num_recent=plan.num_recent,
+                dtype=pool,
+                mesh=self.mesh,
             ),
             hidden=shape(plan.hidden_rows, plan.model.hidden_size, dtype=dtype),
             last_tokens=shape(rows),

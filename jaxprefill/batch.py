@@ -41,6 +41,8 @@ class BatchRow:
             which the device knows and the host may not yet.
         pages: KV pages of the request, in order, enough for `kv_len` tokens.
         sample: how to choose the next token, or None.
+        recent: its pages of recent tokens, of page number `recent_first` and onwards; of models
+            that have such.
         num_shared: leading tokens whose KV was there before; among the new ones, those are
             computed for their hidden rows alone and write no KV.
         label_ids: ids whose score is wanted after the last new token.
@@ -55,6 +57,8 @@ class BatchRow:
     token_ids: Sequence[int] | None
     kv_len: int
     pages: Sequence[int]
+    recent: Sequence[int] = ()
+    recent_first: int = 0
     num_shared: int = 0
     sample: SampleSpec | None = None
     label_ids: Sequence[int] = ()

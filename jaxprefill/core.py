@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jaxprefill.batch import Batch
 from jaxprefill.cache.pages import PageAllocator
 from jaxprefill.cache.prefix import PrefixCache, store_logprobs
+from jaxprefill.cache.recent import RecentPages
 from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState
@@ -43,8 +44,13 @@ class EngineCore:
     group: GroupVote | None = None
 
     def __post_init__(self) -> None:
-        pages = PageAllocator(self.plan.num_pages, self.plan.config.page_size)
-        self.cache = PrefixCache(pages, is_enabled=self.plan.config.prefix_cache)
+        plan, page_size = self.plan, self.plan.config.page_size
+        recent = None
+        if plan.num_recent:
+            pages = PageAllocator(plan.num_recent, page_size)
+            recent = RecentPages(pages, plan.cache_spec.reach)
+        pages = PageAllocator(plan.num_pages, page_size)
+        self.cache = PrefixCache(pages, recent=recent, is_enabled=plan.config.prefix_cache)
         self.scheduler = Scheduler(self.plan.limits, self.cache)
         self._states: dict[str, RequestState] = {}
         self._in_flight: PendingStep | None = None

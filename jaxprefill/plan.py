@@ -54,6 +54,7 @@ class EnginePlan:
         path_why: why, where the user left it open.
         cache_spec: what one device keeps per token.
         num_pages: pages of each pool, and layer.
+        num_recent: of pools that keep recent tokens alone.
     """
 
     config: EngineConfig
@@ -66,6 +67,7 @@ class EnginePlan:
     max_running: int
     cache_spec: CacheSpec
     num_pages: int
+    num_recent: int
     ladder: BucketLadder
     decode_slots: tuple[int, ...]
     eager_ladder: BucketLadder
@@ -132,7 +134,8 @@ class EnginePlan:
         """The buffer of one shape, tiled as the attention backend likes it."""
         page_size = self.config.page_size
         tiles = self.backend.tile_shape(*key, page_size=page_size, is_decode=is_decode)
-        return BufferLayout(key, tiles, page_size)
+        num_new = 1 if is_decode else key.num_tokens
+        return BufferLayout(key, tiles, page_size, self.cache_spec.recent_pages(page_size, num_new))
 
 
 def _joined(values: tuple[int, ...]) -> str:
@@ -166,6 +169,12 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     # XLA's CPU compiler would convert every weight for one row of bfloat16.
     smallest = 2 if is_cpu and dtype == jnp.bfloat16 else 1
     row_counts = slot_buckets(max_running, smallest=smallest) if model.has_lm_head else ()
+    spec = model_class(share).cache_spec(share)
+    num_recent = spec.all_recent_pages(config.page_size, buckets[-1], max_running)
+    taken = _weight_bytes(share, dtype) + num_recent * spec.page_bytes(
+        config.page_size, dtype.itemsize, is_recent=True
+    )
+    num_pages = _resolve_pages(config, taken, spec, device, dtype)
     return EnginePlan(
         config=config,
         model=model,
@@ -175,8 +184,9 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         context_length=context,
         chunked_prefill_size=buckets[-1],
         max_running=max_running,
-        cache_spec=(spec := model_class(share).cache_spec(share)),
-        num_pages=_resolve_pages(config, _weight_bytes(share, dtype), spec, device, dtype),
+        cache_spec=spec,
+        num_pages=num_pages,
+        num_recent=min(num_recent, num_pages),
         ladder=BucketLadder(buckets, slots, max_contexts),
         decode_slots=row_counts,
         eager_ladder=BucketLadder(
@@ -294,14 +304,17 @@ def _resolve_buckets(config: EngineConfig, reach: int, *, is_cpu: bool) -> tuple
 
 
 def _resolve_pages(
-    config: EngineConfig, weights: int, spec: CacheSpec, device: DeviceInfo, dtype: jnp.dtype
+    config: EngineConfig, taken: int, spec: CacheSpec, device: DeviceInfo, dtype: jnp.dtype
 ) -> int:
-    """Pages of the pool: as asked, 16384 tokens on CPU, or a part of each device's memory."""
+    """Pages of the pool: as asked, 16384 tokens on CPU, or a part of each device's memory.
+
+    `taken` bytes of it hold weights and recent tokens.
+    """
     tokens = config.kv_cache_tokens or 16384
     _check_page_size(config, spec)
     token_bytes = spec.page_bytes(config.page_size, dtype.itemsize) / config.page_size
     if config.kv_cache_tokens is None and device.platform != "cpu":
-        budget = device.memory_bytes * config.memory_fraction - weights
+        budget = device.memory_bytes * config.memory_fraction - taken
         tokens = math.floor(budget / token_bytes)
     if tokens < config.page_size:
         raise ConfigError(
@@ -310,7 +323,7 @@ def _resolve_pages(
         )
     pages = tokens // config.page_size
     most_layers = max(pool.num_layers for pool in spec.pools)
-    needed = weights + tokens * token_bytes
+    needed = taken + tokens * token_bytes
     if needed > device.memory_bytes or pages * most_layers * config.page_size >= 2**31:
         raise ConfigError(
             f"kv_cache_tokens must fit each device's {device.memory_bytes / 2**30:.0f} GiB beside "

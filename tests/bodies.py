@@ -51,14 +51,23 @@ def hidden_rows(checkpoint, num_devices):
     mesh = make_mesh(num_devices)
     tree = model_tree(checkpoint.config, FLOAT, mesh)
     tiles = XLA.tile_shape(*KEY, page_size=PAGE, is_decode=False)
-    layout = BufferLayout(KEY, tiles, PAGE)
     spec = model_class(tree.config).cache_spec(tree.share)
-    pools = pool_shapes(spec, NUM_PAGES, PAGE, dtype=FLOAT, mesh=mesh)
+    layout = BufferLayout(KEY, tiles, PAGE, spec.recent_pages(PAGE, KEY.num_tokens))
+    pools = pool_shapes(spec, NUM_PAGES, PAGE, num_recent=NUM_PAGES, dtype=FLOAT, mesh=mesh)
     rng, rows, first = np.random.default_rng(1), [], 0
     for slot, length in enumerate(LENGTHS):
         pages = list(range(first, first := first + -(-length // PAGE)))
         ids = rng.integers(0, tree.config.vocab_size, length).tolist()
-        rows.append(BatchRow(request_id="", slot=slot, token_ids=ids, kv_len=length, pages=pages))
+        rows.append(
+            BatchRow(
+                request_id="",
+                slot=slot,
+                token_ids=ids,
+                kv_len=length,
+                pages=pages,
+                recent=pages if spec.reach else (),
+            )
+        )
     beside = (
         np.zeros((KEY.num_tokens, tree.config.hidden_size), np.float32),
         np.zeros(2, np.int32),

@@ -2,6 +2,8 @@
 
 from jaxprefill.cache.pages import PageAllocator
 from jaxprefill.cache.prefix import PrefixCache, store_logprobs
+from jaxprefill.cache.recent import RecentPages
+from jaxprefill.cache.spec import CacheSpec
 from jaxprefill.request import Request, SamplingParams
 from jaxprefill.scheduler import RequestState, Scheduler, SchedulerLimits, Status
 
@@ -30,7 +32,7 @@ class Sequence:
 class Simulation:
     """Runs a scheduler as the core does: a step is dispatched before the last one is read."""
 
-    def __init__(self, *, num_pages=64, page_size=4, shares=False, **limits):
+    def __init__(self, *, num_pages=64, page_size=4, shares=False, reach=0, **limits):
         sizes = dict(
             max_batch_tokens=16,
             max_batch_requests=4,
@@ -38,8 +40,14 @@ class Simulation:
             prefill_context=256,
         )
         self.pages = PageAllocator(num_pages, page_size)
-        self.cache = PrefixCache(self.pages, is_enabled=shares)
         self.limits = SchedulerLimits(**(sizes | limits))
+        count = CacheSpec((), reach).all_recent_pages(
+            page_size, self.limits.max_batch_tokens, self.limits.max_running
+        )
+        self.reach, self.recent_kv = reach, {}  # as `kv`
+        recent = RecentPages(PageAllocator(count, page_size), reach) if reach else None
+        self.recent = recent
+        self.cache = PrefixCache(self.pages, recent=recent, is_enabled=shares)
         self.scheduler = Scheduler(self.limits, self.cache)
         self.states: dict[str, RequestState] = {}
         self.scores: dict[str, list[float]] = {}
@@ -85,6 +93,7 @@ class Simulation:
             for at in range(max(start, min(row.num_shared, row.kv_len))):
                 held = self.kv.get((row.pages[at // size], at % size))
                 assert held == known.digests[at], "a page holds another prefix's KV"
+            self.check_recent(row, known)
         written = set()
         for row in batch.rows:
             state, known = self.states[row.request_id], self.device[row.request_id]
@@ -104,6 +113,21 @@ class Simulation:
             scores = [known.logprob(first + i) for i in range(len(targets))]
             found.append((state, token, first, scores, state.lease.nodes))
         return found
+
+    def check_recent(self, row, known):
+        """Recent pages hold what the row's first new token reads, and have room for all of them."""
+        if not self.reach:
+            return
+        size, start = self.pages.page_size, row.kv_len - row.q_len
+        assert row.num_shared <= start, "rows whose KV is there are not computed"
+        most = CacheSpec((), self.reach).recent_pages(size, row.q_len)
+        assert len(row.recent) <= most and len(set(row.recent)) == len(row.recent)
+        for at in range(max(0, start - self.reach + 1), start):
+            held = self.recent_kv.get((row.recent[at // size - row.recent_first], at % size))
+            assert held == known.digests[at], "a recent page holds another prefix's"
+        for at in range(start, row.kv_len):
+            place = (row.recent[at // size - row.recent_first], at % size)
+            self.recent_kv[place] = known.digests[at]
 
     def read(self):
         for state, token, first, scores, nodes in self.unread:
@@ -154,6 +178,9 @@ class Simulation:
         held = [*own, *nodes.values()]
         assert len(set(held)) == len(held), "a page is doubled"
         assert self.cache.num_available + len(held) == self.pages.num_pages, "a page is lost"
+        if self.recent is not None:
+            held = {id(page) for state in self.open.values() for page in state.lease.recent}
+            assert self.recent.num_available + len(held) == self.recent.num_pages, "one is lost"
 
     def finish(self, name):
         """Aborts a request."""

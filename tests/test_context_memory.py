@@ -32,6 +32,7 @@ def ragged_batch():
         tile_slot=jnp.array(slots + spare, jnp.int32),
         tile_start=jnp.array(starts + spare, jnp.int32),
         num_tiles=jnp.int32(len(slots)),
+        recent_table=jnp.zeros((3, 1), jnp.int32),
     )
 
 

@@ -1,7 +1,7 @@
 """DeepSeek-V4 against transformers, from the fixture that tests/oracle/deepseek.py writes."""
 
 import json
-from functools import cache
+from functools import cache, partial
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import pytest
 
 from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.cache.kv_cache import pool_shapes
+from jaxprefill.cache.pages import PageAllocator
+from jaxprefill.cache.recent import RecentPages
 from jaxprefill.config import EngineConfig
 from jaxprefill.errors import CheckpointError, ConfigError
 from jaxprefill.kernels.attention.xla import XLA
@@ -33,7 +35,7 @@ from tests.tiny import TensorsCheckpoint, tiny_engine
 PATH = Path(__file__).parent / "data" / "oracle" / "deepseek_v4.npz"
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 257, 600)
 TOLERANCE = 1e-4
-NUM_PAGES = 130
+NUM_PAGES, NUM_RECENT = 130, 40  # far fewer recent ones than the longest prompt has pages
 
 
 @cache
@@ -103,7 +105,16 @@ class Passes:
         poisoned = leaves[at].at[POISON].set(jnp.nan)
         self.leaves = (*leaves[:at], poisoned, *leaves[at + 1 :])
         spec = DeepseekV4.cache_spec(tree.config)
-        shapes = pool_shapes(spec, NUM_PAGES, PAGE, dtype=jnp.dtype(jnp.float32), mesh=make_mesh())
+        self.recent = RecentPages(PageAllocator(NUM_RECENT, PAGE), spec.reach)
+        self.spec = spec
+        shapes = pool_shapes(
+            spec,
+            NUM_PAGES,
+            PAGE,
+            num_recent=NUM_RECENT,
+            dtype=jnp.dtype(jnp.float32),
+            mesh=make_mesh(),
+        )
         self.pools = tuple(jnp.full(shape.shape, jnp.nan, shape.dtype) for shape in shapes)
         self.hidden = jnp.zeros((TOKENS, tree.config.hidden_size), jnp.float32)
         self.last = jnp.zeros(4, jnp.int32)
@@ -114,7 +125,8 @@ class Passes:
         if is_decode not in self.bodies:
             tokens = SLOTS if is_decode else TOKENS
             tiles = XLA.tile_shape(tokens, SLOTS, CONTEXT, page_size=PAGE, is_decode=is_decode)
-            layout = BufferLayout(ShapeKey(tokens, SLOTS, CONTEXT), tiles, PAGE)
+            columns = self.spec.recent_pages(PAGE, 1 if is_decode else tokens)
+            layout = BufferLayout(ShapeKey(tokens, SLOTS, CONTEXT), tiles, PAGE, columns)
             body = Body(tree_and_leaves()[0], XLA, layout)
             buffer = jax.ShapeDtypeStruct((layout.num_words,), np.int32)
             arguments = (self.leaves, self.pools, self.hidden, self.last, buffer)
@@ -142,26 +154,45 @@ def passes():
 class Prompt:
     """A prompt that is computed piece by piece."""
 
-    def __init__(self, length, first_page, pieces, shared=()):
+    def __init__(self, recent, length, first_page, pieces):
         self.ids = fixture()[f"ids:{length}"].astype(int).tolist()
-        own = range(first_page, first_page + -(-length // PAGE) - len(shared))
-        self.pages = [*shared, *own]
-        self.num_shared = len(shared) * PAGE
-        self.pieces, self.done, self.hidden = pieces, 0, []
+        self.pages = list(range(first_page, first_page + -(-length // PAGE)))
+        self.recent, self.lease = recent, []  # its pages of recent tokens, from `recent_first` on
+        self.recent_first, self.pieces, self.done, self.hidden = 0, pieces, 0, []
+
+    def fork(self, pieces, first_page):
+        """Another that goes on from here, by pages of its own."""
+        assert self.done % PAGE == 0
+        other = Prompt(self.recent, len(self.ids), first_page, pieces)
+        other.pages[: self.done // PAGE] = self.pages[: self.done // PAGE]
+        other.done, other.hidden = self.done, list(self.hidden)
+        first = self.recent.first_page(self.done)
+        other.lease, other.recent_first = list(self.lease[first - self.recent_first :]), first
+        for page in other.lease:
+            self.recent.hold(page)
+        return other
 
     def row(self):
         """The next piece, or None at the end."""
+        while self.lease and self.recent_first < self.recent.first_page(self.done):
+            self.recent.drop(self.lease.pop(0))
+            self.recent_first += 1
         if self.done == len(self.ids):
+            while self.lease:
+                self.recent.drop(self.lease.pop())
             return None
         count = min(next(self.pieces), len(self.ids) - self.done)
         start, self.done = self.done, self.done + count
+        while (self.recent_first + len(self.lease)) * PAGE < self.done:
+            self.lease.append(self.recent.new())
         return BatchRow(
             request_id="",
             slot=0,
             token_ids=self.ids[start : self.done],
             kv_len=self.done,
             pages=self.pages,
-            num_shared=self.num_shared,
+            recent=[page.id for page in self.lease],
+            recent_first=self.recent_first,
         )
 
 
@@ -185,31 +216,36 @@ def pieces(*sizes, then):
 
 @pytest.mark.slow
 def test_chunks_of_ragged_batches_equal_transformers(passes):
+    start = partial(Prompt, passes.recent)
     long = pieces(128, 128, 128, 112, *[1] * 8, *[3] * 4, *[4] * 4, then=64)
     middle = pieces(1, 1, 1, 1, 3, 4, 1, then=64)
-    prompts = [Prompt(600, 3, long), Prompt(257, 60, middle)]
-    small = [Prompt(n, 80 + 10 * at, repeat(4)) for at, n in enumerate((1, 3, 5))]
+    prompts = [start(600, 3, long), start(257, 60, middle)]
+    small = [start(n, 80 + 10 * at, repeat(4)) for at, n in enumerate((1, 3, 5))]
     for chosen in ([prompts[0]], [prompts[1], *small[:2]], [small[2]]):
         run_all(passes, chosen)
         check(chosen)
-    whole = [Prompt(129, 3, repeat(129)), Prompt(4, 60, repeat(3))]
+    whole = [start(129, 3, repeat(129)), start(4, 60, repeat(3))]
     run_all(passes, whole)
     check(whole)
+    assert passes.recent.num_available == NUM_RECENT
 
 
 @pytest.mark.long
 def test_decode_goes_on_across_windows_and_from_shared_prefixes(passes):
-    first = Prompt(257, 2, pieces(123, then=134))
+    start = partial(Prompt, passes.recent)
+    first = start(257, 2, pieces(64, 64, then=129))
+    first.hidden += passes.run([first.row()])
+    early = first.fork(pieces(56, 20, then=1), 40)
+    first.hidden += passes.run([first.row()])
+    late = first.fork(repeat(1), 70)
     run_all(passes, [first])
-    again = Prompt(257, 40, repeat(1), shared=first.pages[:8])
-    again.done, again.hidden = 128, [first.hidden[0], first.hidden[1][:5]]
-    computed_anew = Prompt(257, 70, pieces(120, 20, then=1), shared=first.pages[:8])
-    other = Prompt(128, 100, pieces(119, then=1))
-    for prompt in (computed_anew, computed_anew, other):
+    other = start(128, 100, pieces(119, then=1))
+    for prompt in (early, early, other):
         prompt.hidden += passes.run([prompt.row()])
-    prompts = [again, computed_anew, other]
+    prompts = [early, late, other]
     run_all(passes, prompts, is_decode=True)
     check([first, *prompts])
+    assert passes.recent.num_available == NUM_RECENT
 
 
 @pytest.mark.long
@@ -225,6 +261,8 @@ def test_an_engine_scores_and_decodes_as_transformers_does():
         first, again = (engine.generate(prompts[:2], params) for _ in range(2))
         assert [one.token_ids for one in first] == [one.token_ids for one in again]
         assert again[0].cached_tokens > 0 and engine.stats()["compilations_after_ready"] == 0
+        recent = engine._core.cache._recent
+        assert recent.num_available == recent.num_pages < engine.plan.num_pages
         for ids, one in zip(prompts[:2], first, strict=True):
             scored = engine.logprobs([ids + one.token_ids])[0]
             np.testing.assert_allclose(one.logprobs, scored[len(ids) :], atol=TOLERANCE)

@@ -153,10 +153,31 @@ def drive(sim, ops, rng):
 def test_no_sequence_of_events_leaks_doubles_or_mixes_pages(num_pages, tokens, seed):
     """100 examples of 1000 events each."""
     rng = random.Random(seed)
-    sim = sharing(num_pages=num_pages, max_batch_tokens=tokens)
+    sim = sharing(num_pages=num_pages, max_batch_tokens=tokens, reach=rng.choice((0, 3, 10)))
     drive(sim, rng.randbytes(1000), rng)
     sim.run()
     sim.check_pages()
     assert sim.cache.num_available == num_pages
     sim.cache.flush()
     assert sim.pages.num_free == num_pages
+    assert sim.recent is None or sim.recent._pages.num_free == sim.recent.num_pages
+
+
+def test_a_prefix_is_of_use_from_where_its_recent_tokens_are_kept():
+    prompt = tuple(range(40))
+    sim = sharing(num_pages=200, reach=8, max_running=2, max_batch_tokens=16)
+    assert sim.recent.num_pages == 2 * (2 * 2 + 2) + 4  # however long prompts are
+    sim.add("first", prompt, 2)
+    sim.run()
+    sim.add("whole", prompt, 2)  # its last page again, as its last token's row is needed
+    sim.run()
+    assert computed(sim, "whole") == 4 + 1
+    sim.add("long", range(100, 200), 0)
+    sim.run()  # passes more pages than there are: what was kept longest is gone
+    sim.add("again", prompt, 2)
+    sim.run()
+    assert computed(sim, "again") == 40 + 1
+    sim.add("kept", prompt, 2)  # what was computed anew is kept for the nodes that lacked it
+    sim.run()
+    assert computed(sim, "kept") == 4 + 1
+    assert sim.recent.num_available == sim.recent.num_pages

@@ -229,6 +229,7 @@ def test_any_mix_finishes_and_leaks_nothing(jobs, num_pages, slots, prefill_cont
         prefill_context=prefill_context,
         buckets=(2, 4, 16),
         split_above=split,
+        reach=random.choice([0, 1, 6]),
     )
     waiting = list(enumerate(jobs))
     while waiting or any(s.status is not Status.FINISHED for s in sim.states.values()):

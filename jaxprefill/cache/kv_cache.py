@@ -15,16 +15,25 @@ POOL_AXES = (None, "kv_heads", None, None, None)
 
 
 def pool_shapes(
-    spec: CacheSpec, num_pages: int, page_size: int, *, dtype: jnp.dtype, mesh: Mesh
+    spec: CacheSpec,
+    num_pages: int,
+    page_size: int,
+    *,
+    num_recent: int = 0,
+    dtype: jnp.dtype,
+    mesh: Mesh,
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shape, dtype and sharding of each pool; `spec` is of one device's share of the model."""
+    """Shape, dtype and sharding of each pool; `spec` is of one device's share of the model.
+
+    Pools of recent tokens have `num_recent` pages a layer.
+    """
     sharding = named_sharding(mesh, POOL_AXES)
     return tuple(
         jax.ShapeDtypeStruct(
             (
                 pool.num_parts,
                 pool.num_heads * mesh.size,
-                pool.num_layers * num_pages,
+                pool.num_layers * (num_recent if pool.is_recent else num_pages),
                 pool.rows(page_size),
                 pool.width,
             ),

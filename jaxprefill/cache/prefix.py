@@ -10,11 +10,12 @@ A node lives as long as a lease holds it, and after that until its page is neede
 """
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxprefill.cache.pages import PageAllocator
+from jaxprefill.cache.recent import RecentPage, RecentPages
 
 PageKey = tuple[int, ...]  # the tokens of one full page
 
@@ -29,6 +30,7 @@ class PrefixNode:
         logprobs: of the page's tokens given all before them, None where not known. They depend
             on the prefix alone, so that scoring may skip what was scored before.
         best: the likeliest id in the place of each of these tokens, and its logprob.
+        recent: what it has of pools with recent tokens; its id is None when that is gone.
     """
 
     parent: "PrefixNode | None"
@@ -39,14 +41,27 @@ class PrefixNode:
     children: dict[PageKey, "PrefixNode"] = field(default_factory=dict["PageKey", "PrefixNode"])
     logprobs: list[float | None] = field(default_factory=list["float | None"])
     best: list[tuple[int, float] | None] = field(default_factory=list["tuple[int, float] | None"])
+    recent: RecentPage = field(default_factory=lambda: RecentPage(None))
 
 
 @dataclass(eq=False)
 class Lease:
-    """A request's pages in order; the first `len(nodes)` belong to the tree, the rest to it."""
+    """A request's pages in order; the first `len(nodes)` belong to the tree, the rest to it.
+
+    Attributes:
+        recent: pages of recent tokens, of the request's page number `recent_first` and onwards.
+        twins: nodes that hold what its first own pages will, but without recent tokens.
+    """
 
     pages: "array[int]" = field(default_factory=lambda: array("i"))
     nodes: list[PrefixNode] = field(default_factory=list[PrefixNode])
+    recent: deque[RecentPage] = field(default_factory=deque[RecentPage])
+    recent_first: int = 0
+    twins: list[PrefixNode] = field(default_factory=list[PrefixNode])
+
+    def recent_ids(self) -> tuple[int, ...]:
+        """The ids of `recent`."""
+        return tuple(page.id for page in self.recent if page.id is not None)
 
 
 @dataclass(frozen=True)
@@ -89,9 +104,18 @@ class PrefixCache:
     Pages that nobody holds are given up oldest first, and a prefix never before what follows it.
     """
 
-    def __init__(self, pages: PageAllocator, *, is_enabled: bool = True) -> None:
-        """`pages` is used through this cache alone; disabled, it only leases."""
+    def __init__(
+        self, pages: PageAllocator, *, recent: RecentPages | None = None, is_enabled: bool = True
+    ) -> None:
+        """`pages` and `recent` are used through this cache alone; disabled, it only leases.
+
+        Args:
+            pages: of pools that keep all tokens.
+            recent: of those that keep recent ones; None: there are none.
+            is_enabled: whether prefixes are remembered.
+        """
         self._pages = pages
+        self._recent = recent
         self._is_enabled = is_enabled
         self._root = PrefixNode(None, (), -1, is_ready=True)
         # Nodes that no lease holds, oldest first. A lease that holds a node holds its parent, and
@@ -142,14 +166,33 @@ class PrefixCache:
             node = child
         return Match(tuple(nodes))
 
+    @property
+    def has_recent(self) -> bool:
+        """Whether a prefix is of use only from where recent tokens are kept."""
+        return self._recent is not None
+
+    def startable(self, nodes: Sequence[PrefixNode]) -> tuple[PrefixNode, ...]:
+        """As much of a prefix as a request can go on from: what comes next reads recent tokens."""
+        if self._recent is None:
+            return tuple(nodes)
+        count = run = 0
+        for number, node in enumerate(nodes, 1):
+            run = 0 if node.recent.id is None else run + 1
+            if run >= number - self._recent.first_page(number * self.page_size):
+                count = number
+        return tuple(nodes[:count])
+
     def lease(self, match: Match, keys: Sequence[PageKey], num_pages: int) -> Lease | None:
         """`num_pages` pages that begin with the match; None, and nothing taken, if too few.
 
         None as well if a page of the match has since been given away.
 
-        Full pages beyond the match become nodes that are not ready: see `mark_ready`.
+        Full pages beyond the match become nodes that are not ready: see `mark_ready`. Where there
+        are such nodes already, the request has pages of its own instead.
         """
         if any(node.parent is None for node in match.nodes):
+            return None
+        if len(self.startable(match.nodes)) < len(match.nodes):
             return None
         for node in match.nodes:
             self._hold(node)
@@ -159,10 +202,23 @@ class PrefixCache:
             return None
         pages = array("i", [*(node.page for node in match.nodes), *own])
         lease = Lease(pages, list(match.nodes))
+        parent = lease.nodes[-1] if lease.nodes else self._root
         for key, page in zip(keys[len(match.nodes) :], own, strict=False):
-            node = self._add(lease.nodes[-1] if lease.nodes else self._root, key, page)
-            node.num_holders = 1
-            lease.nodes.append(node)
+            known = parent.children.get(key)
+            if known is None and not lease.twins:
+                parent = self._add(parent, key, page)
+                parent.num_holders = 1
+                lease.nodes.append(parent)
+            elif known is not None:
+                lease.twins.append(known)
+                parent = known
+            else:
+                break
+        if self._recent is not None:
+            lease.recent_first = self._recent.first_page(len(match.nodes) * self.page_size)
+            for node in match.nodes[lease.recent_first :]:
+                self._recent.hold(node.recent)
+                lease.recent.append(node.recent)
         return lease
 
     def grow(self, lease: Lease, num_pages: int) -> bool:
@@ -170,6 +226,28 @@ class PrefixCache:
         own = self._take(num_pages - len(lease.pages))
         lease.pages.extend(own or ())
         return own is not None
+
+    def extend(self, lease: Lease, num_tokens: int) -> None:
+        """Gives the lease recent pages up to so many tokens: its next step writes them."""
+        if self._recent is None:
+            return
+        for number in range(lease.recent_first + len(lease.recent), self.pages_for(num_tokens)):
+            page = self._recent.new()
+            lease.recent.append(page)
+            if number < len(lease.nodes):
+                lease.nodes[number].recent = page
+                page.is_kept = True
+
+    def trim(self, lease: Lease, num_tokens: int) -> None:
+        """Gives back recent pages that a lease of so many computed tokens reads no more."""
+        if self._recent is None:
+            return
+        while lease.recent and lease.recent_first < self._recent.first_page(num_tokens):
+            at = lease.recent_first - len(lease.nodes)
+            if 0 <= at < len(lease.twins):
+                _keep(lease.recent[0], lease.twins[at])
+            self._recent.drop(lease.recent.popleft())
+            lease.recent_first += 1
 
     def mark_ready(self, lease: Lease, num_tokens: int) -> None:
         """The KV of the lease's first tokens was dispatched: later steps may read it."""
@@ -200,13 +278,19 @@ class PrefixCache:
                     node.is_ready = True
                 elif not node.is_ready:  # another request is computing it
                     break
+                if 0 <= index - lease.recent_first < len(lease.recent):
+                    _keep(lease.recent[index - lease.recent_first], node)
                 chain.append(node)
                 parent = node
         self._pages.free(list(own.values()))
+        for page in lease.recent:
+            assert self._recent is not None, "it handed the page out"
+            self._recent.drop(page)
         for node in chain:
             self._hold(node)
         self._drop((*ready, *chain))
-        lease.pages, lease.nodes = array("i"), []
+        lease.pages, lease.nodes, lease.twins = array("i"), [], []
+        lease.recent, lease.recent_first = deque(), 0
 
     def flush(self) -> None:
         """Forgets every page that no lease holds."""
@@ -244,3 +328,12 @@ class PrefixCache:
         del node.parent.children[node.tokens]
         node.parent = None
         self._pages.free([node.page])
+        if self._recent is not None:
+            self._recent.forget(node.recent)
+
+
+def _keep(page: RecentPage, node: PrefixNode) -> None:
+    """A node that lacks recent tokens gets those that another request computed anew."""
+    if node.parent is not None and node.is_ready and node.recent.id is None and not page.is_kept:
+        node.recent = page
+        page.is_kept = True

@@ -20,6 +20,8 @@ class PoolSpec:
         rate: tokens that one entry stands for: a page has fewer rows, but at least one.
         kept_rows: rows a page has at most; None: one for each of its entries.
         is_exact: whether numbers are float32 whatever the model's dtype is.
+        is_recent: whether only a request's last `CacheSpec.reach` tokens are read: the pool's pages
+            are other ones then, few, and given back when a request has gone past them.
     """
 
     name: str
@@ -30,6 +32,7 @@ class PoolSpec:
     rate: int = 1
     kept_rows: int | None = None
     is_exact: bool = False
+    is_recent: bool = False
 
     def rows(self, page_size: int) -> int:
         """Rows of a page of so many tokens."""
@@ -44,10 +47,28 @@ class PoolSpec:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """All pools of a model, in the order in which its layers are handed them."""
+    """All pools of a model, in the order in which its layers are handed them.
+
+    Attributes:
+        reach: tokens, its own among them, that a new token reads of pools with recent ones; 0:
+            there are none.
+    """
 
     pools: tuple[PoolSpec, ...]
+    reach: int = 0
 
-    def page_bytes(self, page_size: int, item_bytes: int) -> int:
-        """Bytes that one page takes in all pools."""
-        return sum(pool.page_bytes(page_size, item_bytes) for pool in self.pools)
+    def page_bytes(self, page_size: int, item_bytes: int, *, is_recent: bool = False) -> int:
+        """Bytes that one page takes in all pools of the one kind or of the other."""
+        pools = (pool for pool in self.pools if pool.is_recent == is_recent)
+        return sum(pool.page_bytes(page_size, item_bytes) for pool in pools)
+
+    def recent_pages(self, page_size: int, num_tokens: int) -> int:
+        """Recent pages that a request has at most, in a step with so many new tokens of it."""
+        return -(-(self.reach + num_tokens) // page_size) + 1 if self.reach else 0
+
+    def all_recent_pages(self, page_size: int, num_tokens: int, num_requests: int) -> int:
+        """Recent pages for requests with so many new tokens together, and for as many prefixes."""
+        if not self.reach:
+            return 0
+        window = -(-self.reach // page_size)
+        return num_requests * (2 * window + 2) + -(-num_tokens // page_size)

@@ -171,7 +171,14 @@ def full_batch(plan: EnginePlan, key: ShapeKey, *, is_decode: bool) -> Batch:
         pages = list(range(next_page, next_page + num_pages))
         ids = None if is_decode else [at % plan.model.vocab_size for at in range(length)]
         rows.append(
-            BatchRow(request_id=str(slot), slot=slot, token_ids=ids, kv_len=length, pages=pages)
+            BatchRow(
+                request_id=str(slot),
+                slot=slot,
+                token_ids=ids,
+                kv_len=length,
+                pages=pages,
+                recent=pages if plan.num_recent else (),
+            )
         )
         next_page += num_pages
     return Batch(rows=tuple(rows), is_decode=is_decode)

@@ -24,11 +24,16 @@ Buffer = Int32[np.ndarray, " words"]
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where each field lies in the buffer of one shape. T, R, N, W as in `kernels`."""
+    """Where each field lies in the buffer of one shape. T, R, N, W as in `kernels`.
+
+    Attributes:
+        recent_pages: columns of `recent_table`: page number n of a request is in n modulo these.
+    """
 
     key: ShapeKey
     tiles: TileShape
     page_size: int
+    recent_pages: int = 0
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -47,6 +52,7 @@ class BufferLayout:
             "tile_slot": tiles,
             "tile_start": tiles,
             "page_table": (*slots, self.tiles.pages_per_slot),
+            "recent_table": (*slots, self.recent_pages),
         }
 
     @cached_property
@@ -62,7 +68,7 @@ class BufferLayout:
     @property
     def num_words(self) -> int:
         """Length of the buffer in int32 words."""
-        return self.slices["page_table"].stop
+        return self.slices["recent_table"].stop
 
     @cached_property
     def empty(self) -> Buffer:
@@ -93,6 +99,11 @@ def pad(batch: Batch, layout: BufferLayout) -> Buffer:
         pages = row.pages[: -(-row.kv_len // layout.page_size)]
         words[line : line + len(pages)] = pages if isinstance(pages, array) else array("i", pages)
         line += layout.tiles.pages_per_slot
+    line = layout.slices["recent_table"].start
+    for row in batch.rows if layout.recent_pages else ():
+        for number, page in enumerate(row.recent, row.recent_first):
+            words[line + number % layout.recent_pages] = page
+        line += layout.recent_pages
     buffer.flags.writeable = False
     return buffer
 
@@ -129,12 +140,16 @@ def _numbers(rows: tuple[BatchRow, ...], layout: BufferLayout) -> list[int]:
 
 
 def _kv_rows(row: BatchRow, first: int, page_size: int) -> list[int]:
-    """Pool rows of the request's tokens from `first` on; shared ones have theirs already."""
+    """Pool rows of the request's tokens from `first` on; shared ones have theirs already.
+
+    Where there are recent pages, rows of those: their pools have one for each token.
+    """
+    pages, skipped = (row.recent, row.recent_first) if row.recent else (row.pages, 0)
     written = max(first, min(row.num_shared, row.kv_len))
     found = [NO_ROW] * (written - first)
     for number in range(written // page_size, -(-row.kv_len // page_size)):
         start = number * page_size
-        offset = row.pages[number] * page_size - start
+        offset = pages[number - skipped] * page_size - start
         found += range(max(written, start) + offset, min(row.kv_len, start + page_size) + offset)
     return found
 

@@ -5,10 +5,10 @@ Where the prefill executables cannot take the decode rows (slots, context), the 
 """
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxprefill.batch import Batch, BatchRow
-from jaxprefill.cache.prefix import PageKey, PrefixCache, PrefixNode
+from jaxprefill.cache.prefix import Match, PageKey, PrefixCache, PrefixNode
 from jaxprefill.errors import RequestError
 from jaxprefill.scheduler.limits import SchedulerLimits
 from jaxprefill.scheduler.state import Hit, RequestState, Status
@@ -105,7 +105,7 @@ class Scheduler:
         if self._can_ride(decoding):
             rows = self._prefill_rows(decoding)
             if rows:
-                riding = [self._dispatched(state, state.decode_row()) for state in decoding]
+                riding = [self._decode_row(state) for state in decoding]
                 return Batch(rows=(*riding, *rows), is_decode=False)
         if not (decoding and self._was_prefill):  # take turns
             rows = self._prefill_rows([])
@@ -115,7 +115,7 @@ class Scheduler:
         self._was_prefill = False
         if not decoding:
             return None
-        rows = [self._dispatched(state, state.decode_row()) for state in decoding]
+        rows = [self._decode_row(state) for state in decoding]
         return Batch(rows=tuple(rows), is_decode=True)
 
     def _settle(self) -> None:
@@ -125,6 +125,7 @@ class Scheduler:
                 continue
             state.num_settled = max(state.num_settled, state.num_computed)
             self._cache.mark_ready(state.lease, state.num_settled)
+            self._cache.trim(state.lease, state.num_computed)
             if state.is_prefilled and not state.has_more_to_sample:
                 self._running.remove(state)
                 self._release(state)
@@ -177,6 +178,7 @@ class Scheduler:
                 if is_full:  # nobody overtakes whom there is no room for
                     continue
             is_long = is_this_long
+            self._cache.extend(state.lease, end)
             rows.append(self._dispatched(state, state.prefill_row(chunk)))
             budget -= chunk
         return rows
@@ -200,13 +202,24 @@ class Scheduler:
                 if match.is_pending or claim in claimed:
                     continue
                 claimed.add(claim)
+            hit = self._hit(state, match)
             slots -= 1
-            pages -= self._cache.pages_for(state.target) - len(match.nodes)
+            pages -= self._cache.pages_for(state.target) - len(hit.match.nodes)
             if slots < 0 or (pages < 0 and found):
                 break
-            found.append(_Candidate(state, state.hit(match, self._cache.page_size)))
+            found.append(_Candidate(state, hit))
         found.sort(key=lambda candidate: candidate.state.rank)
         return found[:room]
+
+    def _hit(self, state: RequestState, match: Match) -> Hit:
+        """What the match spares; where recent tokens count, whole pages that they are there for."""
+        hit = state.hit(match, self._cache.page_size)
+        if not self._cache.has_recent:
+            return hit
+        whole = match.nodes[: hit.num_computed // self._cache.page_size]
+        match = replace(match, nodes=self._cache.startable(whole))
+        count = len(match.nodes) * self._cache.page_size
+        return replace(hit, match=match, num_shared=count, num_computed=count)
 
     def _aim(self, state: RequestState) -> None:
         """Sets what is to be prefilled: all tokens known now."""
@@ -246,6 +259,10 @@ class Scheduler:
         assert state.slot is not None, "a running request holds a slot"
         self._free_slots.append(state.slot)
         state.slot, state.is_slot_ready = None, False
+
+    def _decode_row(self, state: RequestState) -> BatchRow:
+        self._cache.extend(state.lease, state.num_computed + 1)
+        return self._dispatched(state, state.decode_row())
 
     def _dispatched(self, state: RequestState, row: BatchRow) -> BatchRow:
         state.dispatched(row)

@@ -186,6 +186,8 @@ class RequestState:
             token_ids=self.known_ids(start, end),
             kv_len=end,
             pages=self.lease.pages,
+            recent=self.lease.recent_ids(),
+            recent_first=self.lease.recent_first,
             num_shared=self.num_shared,
             sample=self._sample_spec(end) if is_last and self.has_more_to_sample else None,
             score_ids=self._score_ids(start, end),
@@ -203,6 +205,8 @@ class RequestState:
             token_ids=None,
             kv_len=kv_len,
             pages=self.lease.pages,
+            recent=self.lease.recent_ids(),
+            recent_first=self.lease.recent_first,
             sample=self._sample_spec(kv_len),
         )
 

@@ -204,6 +204,7 @@ def full_batch(plan: EnginePlan, num_tokens: int) -> Batch:
                 token_ids=ids,
                 kv_len=length,
                 pages=pages,
+                recent=pages if plan.num_recent else (),
             )
         )
         num_tokens -= length

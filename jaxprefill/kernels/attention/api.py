@@ -17,6 +17,8 @@ class RaggedBatch(NamedTuple):
 
     A sentinel request has q_len 0 and kv_len 0. `kv_rows` is the pool row (page * S + offset)
     that each new token's K and V are written to; padding tokens hold NO_ROW and write nowhere.
+    Models with pools of recent tokens find a request's page n of those in column n % C of
+    `recent_table`, and `kv_rows` are rows of theirs.
     """
 
     kv_rows: Int32[Array, " T"]
@@ -27,6 +29,7 @@ class RaggedBatch(NamedTuple):
     tile_slot: Int32[Array, " N"]
     tile_start: Int32[Array, " N"]
     num_tiles: Int32[Array, ""]
+    recent_table: Int32[Array, "R C"] | None = None
 
 
 @runtime_checkable

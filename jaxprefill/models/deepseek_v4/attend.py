@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.device import product_precision
-from jaxprefill.models.deepseek_v4.pages import PagedPool
+from jaxprefill.models.deepseek_v4.pages import PagedPool, recent_table
 
 _LOWEST = -1e30
 ENTRY_BLOCK = 128  # heavily compressed entries that are read at once
@@ -26,6 +26,7 @@ class Tile(NamedTuple):
         row: their rows among the batch's tokens.
         position: in their request.
         pages: the request's row of the page table.
+        recent: its row of the table of recent pages.
         kv_len: tokens of the request, this pass's included.
     """
 
@@ -33,6 +34,7 @@ class Tile(NamedTuple):
     position: Int32[Array, " q"]
     is_live: Bool[Array, " q"]
     pages: Int32[Array, " W"]
+    recent: Int32[Array, " C"]
     kv_len: Int32[Array, ""]
 
     def take(self, rows: Float[Array, "T ..."]) -> Float[Array, "q ..."]:
@@ -47,7 +49,8 @@ def tile_of(batch: RaggedBatch, at: Int32[Array, ""], tile_q: int) -> Tile:
     row = jnp.clip(batch.q_starts[slot] + offset, 0, len(batch.kv_rows) - 1)
     position = batch.kv_lens[slot] - batch.q_lens[slot] + offset
     is_live = (offset < batch.q_lens[slot]) & (at < batch.num_tiles)
-    return Tile(row, position, is_live, batch.page_table[slot], batch.kv_lens[slot])
+    pages, recent = batch.page_table[slot], recent_table(batch)[slot]
+    return Tile(row, position, is_live, pages, recent, batch.kv_lens[slot])
 
 
 class Softmax(NamedTuple):
@@ -104,7 +107,7 @@ def fold_window(
     """The keys of the sliding window: read once for the tile."""
     key = tile.position[0] - window + 1 + jnp.arange(len(tile.position) + window - 1)
     is_there = (key >= 0) & (key < tile.kv_len)
-    keys = jnp.where(is_there[:, None], pool.read_position(tile.pages, jnp.maximum(key, 0)), 0)
+    keys = jnp.where(is_there[:, None], pool.read_position(tile.recent, jnp.maximum(key, 0)), 0)
     distance = tile.position[:, None] - key
     return sums.fold(q, keys, is_there & (distance >= 0) & (distance < window))
 

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxprefill.kernels.attention import RaggedBatch
-from jaxprefill.kernels.attention.tiles import NO_ROW
 from jaxprefill.models.deepseek_v4.modules import Compressor
-from jaxprefill.models.deepseek_v4.pages import PagedPool
+from jaxprefill.models.deepseek_v4.pages import PagedPool, recent_table
 
 _LOWEST = -1e30
 
@@ -62,14 +61,9 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(batch: RaggedBatch) -> Chunks:
-    """What each request writes; tokens on shared pages, which come first, are there already."""
-    num_tokens = len(batch.kv_rows)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    ends = batch.q_starts + batch.q_lens
-    own = (token >= batch.q_starts[:, None]) & (token < ends[:, None])
-    unwritten = (own & (batch.kv_rows == NO_ROW)).sum(1, dtype=jnp.int32)
-    prefix = batch.kv_lens - batch.q_lens
-    return Chunks(prefix + unwritten, batch.kv_lens, batch.q_starts - prefix)
+    """What each request writes: its new tokens."""
+    first = batch.kv_lens - batch.q_lens
+    return Chunks(first, batch.kv_lens, batch.q_starts - first)
 
 
 class Listed(NamedTuple):
@@ -137,15 +131,22 @@ def _past_sums(
     count = max(2, compressor.rate // unit)
     number = chunks.first[:, None] // unit + jnp.arange(1 - count, 1)
     is_known = (number >= 0) & (number * unit < chunks.first[:, None]) & ~chunks.is_empty[:, None]
-    pages = batch.page_table[jnp.arange(len(number))[:, None], _page(number, unit, state)]
+    pages = _page(batch, jnp.arange(len(number))[:, None], number * unit, state)
     held = state.read(pages, number % kept_units(compressor.rate, state.page_size))
     held = held.reshape(3, compressor.num_parts, *held.shape[1:])
     top, total, value = jnp.moveaxis(held, 1, -2)
     return Sums(top, total, value).where(is_known)
 
 
-def _page(unit_number: Int32[Array, "..."], unit: int, state: PagedPool) -> Int32[Array, "..."]:
-    return jnp.maximum(unit_number, 0) * unit // state.page_size
+def _page(
+    batch: RaggedBatch,
+    slot: Int32[Array, "..."],
+    position: Int32[Array, "..."],
+    state: PagedPool,
+) -> Int32[Array, "..."]:
+    """The page of recent tokens that a request's position is in; any where it is negative."""
+    table = recent_table(batch)
+    return table[slot, jnp.maximum(position, 0) // state.page_size % table.shape[1]]
 
 
 def _new_sums(
@@ -224,7 +225,7 @@ def _keep(
     is_followed = (units.number % in_page + kept < in_page) & (
         units.number + kept <= last[units.slot]
     )
-    page = batch.page_table[units.slot, _page(units.number, unit, state)]
+    page = _page(batch, units.slot, units.number * unit, state)
     values = jnp.stack(list(new))  # [3, C, parts, D]
     values = jnp.moveaxis(values, 2, 1).reshape(-1, *new.top.shape[::2])
     return state.write(page, units.number % kept, values, units.is_used & ~is_followed)

@@ -66,11 +66,17 @@ def cache_spec(config: ModelConfig) -> CacheSpec:
                 rate=rate,
                 kept_rows=2,
                 is_exact=True,
+                is_recent=True,
             ),
         )
 
     window = PoolSpec(
-        name="window", num_layers=len(kinds), num_parts=1, num_heads=1, width=config.head_dim
+        name="window",
+        num_layers=len(kinds),
+        num_parts=1,
+        num_heads=1,
+        width=config.head_dim,
+        is_recent=True,
     )
     pools = [window]
     if sparse:
@@ -78,7 +84,8 @@ def cache_spec(config: ModelConfig) -> CacheSpec:
         pools += entries("index", sparse, rates[0], latent.index_dim)
     if heavy:
         pools += entries("heavy", heavy, rates[1], config.head_dim)
-    return CacheSpec(tuple(pools))
+    reach = max(config.sliding_window or config.context_length, 2 * rates[0], rates[1])
+    return CacheSpec(tuple(pools), reach)
 
 
 class DeepseekV4Layer(nnx.Module):

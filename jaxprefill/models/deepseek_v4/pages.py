@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
+from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.attention.api import as_numbers, as_stored
 
 
@@ -39,9 +40,14 @@ class PagedPool(NamedTuple):
         self, pages: Int32[Array, " W"], position: Int32[Array, "*at"], rate: int = 1
     ) -> Float[Array, "*at D"]:
         """The row of each position, or of the entry that stands for `rate` tokens up to it."""
-        page = pages[jnp.clip(position // self.page_size, 0, len(pages) - 1)]
+        page = pages[position // self.page_size % len(pages)]
         return self.read(page, self.row_of(position, rate))[0]
 
     def row_of(self, position: Int32[Array, "*at"], rate: int = 1) -> Int32[Array, "*at"]:
         """The row in its page."""
         return position % self.page_size // min(rate, self.page_size)
+
+
+def recent_table(batch: RaggedBatch) -> Int32[Array, "R C"]:
+    """The table of recent pages; a batch without one numbers them as all others."""
+    return batch.page_table if batch.recent_table is None else batch.recent_table
