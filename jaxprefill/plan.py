@@ -166,15 +166,10 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     max_running = _resolve_running(config, is_cpu=is_cpu)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
     slots = min(config.full_prefill_max_req or max_running, max_running)
-    # XLA's CPU compiler would convert every weight for one row of bfloat16.
-    smallest = 2 if is_cpu and dtype == jnp.bfloat16 else 1
-    row_counts = slot_buckets(max_running, smallest=smallest) if model.has_lm_head else ()
-    spec = model_class(share).cache_spec(share)
-    num_recent = spec.all_recent_pages(config.page_size, buckets[-1], max_running)
-    taken = _weight_bytes(share, dtype) + num_recent * spec.page_bytes(
-        config.page_size, dtype.itemsize, is_recent=True
-    )
-    num_pages = _resolve_pages(config, taken, spec, device, dtype)
+    row_counts = _row_counts(max_running, dtype, is_cpu=is_cpu) if model.has_lm_head else ()
+    eager_buckets = coarse_buckets(buckets[-1], factor=16 if is_cpu else 4)
+    step = (buckets[-1], max_running)
+    num_pages, num_recent = _resolve_pages(config, share, step, device, dtype)
     return EnginePlan(
         config=config,
         model=model,
@@ -184,14 +179,12 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         context_length=context,
         chunked_prefill_size=buckets[-1],
         max_running=max_running,
-        cache_spec=spec,
+        cache_spec=model_class(share).cache_spec(share),
         num_pages=num_pages,
-        num_recent=min(num_recent, num_pages),
+        num_recent=num_recent,
         ladder=BucketLadder(buckets, slots, max_contexts),
         decode_slots=row_counts,
-        eager_ladder=BucketLadder(
-            coarse_buckets(buckets[-1], factor=16 if is_cpu else 4), max_running, (context,)
-        ),
+        eager_ladder=BucketLadder(eager_buckets, max_running, (context,)),
         sample_rows=row_counts,
         score_rows=() if not row_counts else (16, 128) if is_cpu else (16, 256),
         pool_rows=min(max_running, 16),
@@ -199,6 +192,11 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         kernels=_resolve_kernels(config, share, device, dtype),
         path_why=why,
     )
+
+
+def _row_counts(max_running: int, dtype: jnp.dtype, *, is_cpu: bool) -> tuple[int, ...]:
+    # XLA's CPU compiler would convert every weight for one row of bfloat16.
+    return slot_buckets(max_running, smallest=2 if is_cpu and dtype == jnp.bfloat16 else 1)
 
 
 def _resolve_dtype(config: EngineConfig, device: DeviceInfo) -> jnp.dtype:
@@ -304,18 +302,26 @@ def _resolve_buckets(config: EngineConfig, reach: int, *, is_cpu: bool) -> tuple
 
 
 def _resolve_pages(
-    config: EngineConfig, taken: int, spec: CacheSpec, device: DeviceInfo, dtype: jnp.dtype
-) -> int:
-    """Pages of the pool: as asked, 16384 tokens on CPU, or a part of each device's memory.
+    config: EngineConfig,
+    share: ModelConfig,
+    step: tuple[int, int],
+    device: DeviceInfo,
+    dtype: jnp.dtype,
+) -> tuple[int, int]:
+    """(pages of the pool, pages of recent tokens); a step has at most so many tokens and requests.
 
-    `taken` bytes of it hold weights and recent tokens.
+    As asked, 16384 tokens on CPU, or a part of each device's memory.
     """
     tokens = config.kv_cache_tokens or 16384
+    spec = model_class(share).cache_spec(share)
     _check_page_size(config, spec)
+    num_recent = spec.all_recent_pages(config.page_size, *step)
+    recent_bytes = spec.page_bytes(config.page_size, dtype.itemsize, is_recent=True)
+    taken = _weight_bytes(share, dtype) + num_recent * recent_bytes
     token_bytes = spec.page_bytes(config.page_size, dtype.itemsize) / config.page_size
     if config.kv_cache_tokens is None and device.platform != "cpu":
         budget = device.memory_bytes * config.memory_fraction - taken
-        tokens = math.floor(budget / token_bytes)
+        tokens = math.floor(budget / max(token_bytes, 1))  # 0: recent tokens alone are kept
     if tokens < config.page_size:
         raise ConfigError(
             f"kv_cache_tokens must hold at least one page of {config.page_size} tokens, "
@@ -330,7 +336,7 @@ def _resolve_pages(
             f"the weights, and 32-bit rows over all layers; {tokens} tokens need "
             f"{needed / 2**30:.0f} GiB; lower it"
         )
-    return pages
+    return pages, min(num_recent, pages)
 
 
 def _check_page_size(config: EngineConfig, spec: CacheSpec) -> None:
