@@ -1,6 +1,7 @@
 """A batch as one buffer: packing, sentinels, read-only, nothing stale, nothing mutated."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,20 @@ from hypothesis import strategies as st
 from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.errors import CapacityError
 from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
+from jaxprefill.prefill import padding
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.padding import NO_ROW, BufferLayout, pad
 
 PAGE, KEY, TILE_Q = 4, ShapeKey(32, 5, 64), 4
 LAYOUT = BufferLayout(KEY, TileShape(TILE_Q, 16, tile_capacity(32, 5, TILE_Q), 16), PAGE)
+
+
+@pytest.fixture(scope="module", autouse=True, params=["lists", "arrays"])
+def way(request):
+    """Short rows are written as lists, long ones as arrays: every test here sees both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(padding, "_LONG_ROW", 0 if request.param == "arrays" else 10**9)
+        yield request.param
 
 
 def make_row(index: int, q_len: int, prefix: int, *, is_sampled: bool = False) -> BatchRow:
@@ -112,3 +122,11 @@ def test_every_word_is_written_on_every_call(shape):
         finally:
             np.empty = real_empty
     np.testing.assert_array_equal(*found)
+
+
+def test_tokens_that_are_shared_write_no_row():
+    row = replace(make_row(1, 6, 5), num_shared=8)
+    fields = LAYOUT.fields(pad(Batch(rows=(row, make_row(2, 1, 3)), is_decode=False), LAYOUT))
+    assert fields["positions"][:7].tolist() == [5, 6, 7, 8, 9, 10, 3]
+    rows = [NO_ROW] * 3 + [102 * PAGE, 102 * PAGE + 1, 102 * PAGE + 2, 200 * PAGE + 3]
+    assert fields["kv_rows"][:7].tolist() == rows

@@ -20,6 +20,7 @@ from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, plan_tiles
 from jaxprefill.prefill.buckets import ShapeKey
 
 Buffer = Int32[np.ndarray, " words"]
+_LONG_ROW = 64  # tokens, on average: from there on NumPy's calls take less than lists
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,11 @@ def pad(batch: Batch, layout: BufferLayout) -> Buffer:
     check_fits(batch, layout.key)
     buffer = layout.empty.copy()
     words = buffer.data
-    numbers = array("i", _numbers(batch.rows, layout))
-    words[: len(numbers)] = numbers
+    if batch.num_tokens >= _LONG_ROW * max(len(batch.rows), 1):
+        _write_long(buffer, batch.rows, layout)
+    else:
+        numbers = array("i", _numbers(batch.rows, layout))
+        words[: len(numbers)] = numbers
     line = layout.slices["page_table"].start
     for row in batch.rows:
         pages = row.pages[: -(-row.kv_len // layout.page_size)]
@@ -137,6 +141,32 @@ def _numbers(rows: tuple[BatchRow, ...], layout: BufferLayout) -> list[int]:
         *(*q_starts, *[count] * (slots - len(rows))),
         *(*tile_slot, *spare, *tile_start, *spare),
     ]
+
+
+def _write_long(buffer: Buffer, rows: tuple[BatchRow, ...], layout: BufferLayout) -> None:
+    """What `_numbers` lists, into an empty buffer: a few calls a row, however long it is."""
+    fields, starts, ends = layout.fields(buffer), list[int](), [0]
+    for row in rows:
+        starts.append(ends[-1])
+        ends.append(starts[-1] + row.q_len)
+        own, first = slice(starts[-1], ends[-1]), row.kv_len - row.q_len
+        ids = row.token_ids
+        fields["ids"][own] = -(row.slot + 1) if ids is None else array("i", ids)
+        positions = np.arange(first, row.kv_len, dtype=np.int32)
+        fields["positions"][own] = positions
+        pages, offsets = np.divmod(positions, layout.page_size)
+        kv_rows = np.asarray(row.pages, np.int32)[pages] * layout.page_size + offsets
+        kv_rows[: max(0, min(row.num_shared, row.kv_len) - first)] = NO_ROW
+        fields["kv_rows"][own] = kv_rows
+    q_lens = [row.q_len for row in rows]
+    tile_slot, tile_start = plan_tiles(q_lens, layout.tiles.tile_q)
+    fields["num_tokens"][...], fields["num_tiles"][...] = ends[-1], len(tile_slot)
+    fields["q_starts"][len(rows) :] = ends[-1]
+    for name, numbers in (
+        *(("q_lens", q_lens), ("kv_lens", [row.kv_len for row in rows]), ("q_starts", starts)),
+        *(("tile_slot", tile_slot), ("tile_start", tile_start)),
+    ):
+        fields[name][: len(numbers)] = numbers
 
 
 def _kv_rows(row: BatchRow, first: int, page_size: int) -> list[int]:
