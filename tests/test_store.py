@@ -236,11 +236,14 @@ def test_pruning_takes_what_is_old_damaged_or_left_over(store):
         path.write_bytes(b"?")
     leftover = only_file(store, "8x1x1-*.json").parent / ".new-x"
     leftover.write_text("half")
+    os.mkfifo(leftover.parent / "pipe.json")
+    (leftover.parent / "astray.json").symlink_to("nowhere")
     os.utime(leftover, past)
     assert old.path == "decode"
     num_files, num_bytes = store.prune(unused_s=1e6)
     assert [item.name for item in store.entries()] == [good.name] != [bad.name]
-    assert num_files >= 5 and num_bytes > 0 and not leftover.exists()
+    assert num_files >= 7 and num_bytes > 0 and not leftover.exists()
+    assert [found.fault for found in store.verify()] == [None]
     store.touch(good)
     assert store.prune(unused_s=0.0)[0] == 3 and not list(store.folder.glob("executables/*"))
 

@@ -248,7 +248,9 @@ class Store:
         """What lies where executables do; what a link leads to is not this store's to delete."""
         for folder in self.folder.glob(f"{_EXECUTABLES}/*"):
             if not any(place.is_symlink() for place in (folder, folder.parent)):
-                yield from (path for path in folder.glob("*") if path.is_file())
+                yield from (
+                    path for path in folder.glob("*") if path.is_symlink() or not path.is_dir()
+                )
 
     def _read_result(
         self, path: Path, expected: dict[str, Any] | None = None
