@@ -374,6 +374,12 @@ def test_the_table_shows_the_ladder_beside_the_others(command, fake):
     assert "tuned" not in planned(**OPTIONS)
 
 
+def test_a_machine_that_is_busy_is_told(command, fake, monkeypatch):
+    for load, is_told in ((1e3, True), (0.0, False)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load,) * 3)
+        assert ("load 1000.0 on" in command("-q")[2]) == is_told
+
+
 def test_json_holds_everything_and_the_next_engine_takes_what_was_written(command, fake):
     status, out, err = command("--json", "--write", "--budget", "30%")
     found = json.loads(out)

@@ -5,6 +5,7 @@ It imports jax, so the command imports it when it runs.
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -41,6 +42,12 @@ def tune(config: EngineConfig, goal: Goal, args: argparse.Namespace) -> int:
     plan = make_plan(replace(config, compile_cache="off"), checkpoint.config, describe_device())
     distribution = _distribution(args, checkpoint, plan)
     goal = replace(goal, split_above=plan.limits.split_above)
+    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > num_cores:
+        note(
+            f"other work keeps this machine busy (load {load:.1f} on {num_cores} cores); measure "
+            "again when it is idle, before a ladder is kept"
+        )
     if not args.quiet:
         note(
             f"measures buckets up to {plan.chunked_prefill_size} tokens, for about "
