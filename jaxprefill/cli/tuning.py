@@ -45,8 +45,8 @@ def tune(config: EngineConfig, goal: Goal, args: argparse.Namespace) -> int:
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > num_cores:
         note(
-            f"other work keeps this machine busy (load {load:.1f} on {num_cores} cores); measure "
-            "again when it is idle, before a ladder is kept"
+            f"other work slows this machine (load {load:.1f} on {num_cores} cores): what is "
+            "measured now may not hold"
         )
     if not args.quiet:
         note(
