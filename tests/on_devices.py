@@ -2,6 +2,7 @@
 
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.on_devices 1 2 4
 python -m tests.on_devices 2 4 --families          (see `family_differences`)
+python -m tests.on_devices 2 4 --fixture gemma2_soft_caps bfloat16
 python -m tests.on_devices 2 --process 0 --port 12345 --cache folder    (and --process 1)
 """
 
@@ -32,10 +33,11 @@ from tests.bodies import hidden_rows, random_checkpoint
 from tests.oracle.cases import CASES
 from tests.reference import greedy, prompt_logprobs, reference_embedding
 from tests.test_deepseek_v4 import fixture_config
+from tests.test_oracle import fixture, open_fixture
 from tests.test_paths import poisoned, random_prompt, row
 from tests.tiny import TinyCheckpoint, tiny_engine
 
-FAMILIES = ("qwen3_moe", "gpt_oss_sinks")
+FAMILIES = ("qwen3_moe", "gpt_oss_sinks", "gemma2_soft_caps", "gemma3_two_ropes")
 POISON = 270  # an id whose embedding is NaN
 OPTIONS = dict(
     prefill_buckets=(16,),
@@ -123,6 +125,25 @@ def is_poison_ignored(made) -> bool:
     return bool(np.isfinite(clean).all() and (hidden == clean).all())
 
 
+def measure_fixture(name: str, num_devices: int, dtype: str) -> dict:
+    """How far a model of tests/data/oracle is from transformers' float32; its greedy ids."""
+    case, held = next(case for case in CASES if case.name == name), fixture(name)
+    prompts = [ids.tolist() for ids in np.split(held["ids"], np.cumsum(case.lengths)[:-1])]
+    wanted = np.split(held["logprobs"], np.cumsum(np.array(case.lengths) - 1)[:-1])
+    options = dict(prefill_buckets=(32,), max_running_requests=2, dtype=dtype)
+    with tiny_engine(open_fixture(name), tensor_parallel_size=num_devices, **options) as made:
+        pairs = zip(made.logprobs(prompts), wanted, strict=True)
+        errors = np.abs(np.concatenate([np.array(one[1:]) - two for one, two in pairs]))
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        greedily = made.generate(prompts[: case.num_greedy], params)
+        return {
+            "worst": errors.max(),
+            "mean": errors.mean(),
+            "is_greedy": [one.token_ids for one in greedily] == held["greedy_ids"].tolist(),
+            "compilations_after_ready": made.stats()["compilations_after_ready"],
+        }
+
+
 def restores_alike(checkpoint: TinyCheckpoint, num_devices: int) -> bool:
     """Whether a converted checkpoint's leaves lie on the devices as those of its source."""
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +161,7 @@ def restores_alike(checkpoint: TinyCheckpoint, num_devices: int) -> bool:
 
 
 def family_differences(devices: list[int]) -> dict[str, float]:
-    """How far rows of families with experts are from one device's, at most."""
+    """How far rows of families with experts, soft caps or sinks are from one device's, at most."""
     hybrid = [
         f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed")
     ]
@@ -183,7 +204,13 @@ def main() -> None:
     parser.add_argument("--port")
     parser.add_argument("--cache")
     parser.add_argument("--families", action="store_true")
+    parser.add_argument("--fixture", nargs=2, metavar=("NAME", "DTYPE"))
     args = parser.parse_args()
+    if args.fixture:
+        name, dtype = args.fixture
+        found = {n: measure_fixture(name, n, dtype) for n in args.devices}
+        print("\nFOUND " + json.dumps(found, default=float))
+        return
     checkpoint = make_checkpoint()
     if args.families:
         found = family_differences(args.devices)
