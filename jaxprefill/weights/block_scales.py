@@ -8,6 +8,9 @@
 Scales are numbers, or powers of two: E8M0, whose bits may be called U8.
 """
 
+import functools
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -23,6 +26,7 @@ _SCALES = ("F32", "BF16", "F16", *_POWERS)
 _SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_SIZES, -_SIZES])
 _STACKED = 4  # dimensions of blocks that hold all experts
+_ROWS = 64  # decoded and turned at a time, in a core's cache: four times faster than all
 
 
 def scaled_shape(weight: StoredTensor) -> tuple[int, ...]:
@@ -64,24 +68,42 @@ def require_scaled(
 def dequantize(
     values: Shaped[np.ndarray, "rows _"] | Shaped[np.ndarray, "experts outputs blocks 16"],
     scales: Shaped[np.ndarray, "_ _"] | Shaped[np.ndarray, "experts outputs blocks"],
-    block: tuple[int, int],
+    block: tuple[int, int] = MXFP4_BLOCK,
 ) -> Float[np.ndarray, "rows columns"] | Float[np.ndarray, "experts inputs outputs"]:
     """The weight: bfloat16 where scales are powers of two, as all of its bits fit; else float32."""
     if values.ndim == _STACKED:
         experts, outputs, blocks, half = values.shape
         found = np.empty((experts, blocks * 2 * half, outputs), jnp.bfloat16)
-        for at in range(experts):  # one in float32 at a time
-            found[at] = dequantize(values[at].reshape(outputs, -1), scales[at], block).T
+        for expert, row in itertools.product(range(experts), range(0, outputs, _ROWS)):
+            rows = slice(row, row + _ROWS)
+            part = dequantize(values[expert, rows].reshape(-1, blocks * half), scales[expert, rows])
+            # As bits: NumPy moves numbers of this type one by one.
+            found.view(np.uint16)[expert, :, rows] = part.view(np.uint16).T
         return found
-    if values.dtype.name in ("int8", "uint8"):
+    is_exact, is_packed = scales.dtype in (np.uint8, _E8M0), values.dtype in (np.int8, np.uint8)
+    if is_exact and is_packed and values.shape[1] % 16 == 0:
+        blocks = values.view(np.uint8).reshape(*scales.shape, 16)
+        which = scales.view(np.uint8)[..., None].astype(np.uint16) << 8 | blocks
+        return np.take(_pairs(), which).view(jnp.bfloat16).reshape(len(values), -1)
+    if is_packed:
         values, block = _unpacked(values.view(np.uint8)), MXFP4_BLOCK
-    if is_exact := scales.dtype.name in ("uint8", _E8M0.name):
+    if is_exact:
         scales = scales.view(_E8M0)
     weight = values.astype(np.float32)
     factors = scales.astype(np.float32).repeat(block[1], axis=1)[:, : weight.shape[1]]
     for at, row in enumerate(factors):
         weight[at * block[0] : (at + 1) * block[0]] *= row
     return weight.astype(jnp.bfloat16) if is_exact else weight
+
+
+@functools.cache
+def _pairs() -> Shaped[np.ndarray, " 65536"]:
+    """The bits of the two bfloat16 numbers that each byte stands for, by scale * 256 + byte."""
+    every = np.arange(256, dtype=np.uint8)
+    powers = every.view(_E8M0).astype(np.float32)[:, None, None]
+    with np.errstate(over="ignore"):  # 6 x 2 ** 127
+        numbers = powers * _unpacked(every[:, None])
+    return numbers.astype(jnp.bfloat16).view(np.uint32).reshape(-1)
 
 
 def _unpacked(pairs: Shaped[np.ndarray, "rows half"]) -> Float[np.ndarray, "rows columns"]:
