@@ -127,13 +127,8 @@ class Assembly:
             small_blocks=reserve_small_blocks(replicated(self.mesh)) if self._is_staged else (),
         )
 
-    def assemble(
-        self,
-        state: DeviceState,
-        compiled: dict[str, Compiled],
-        transport: Transport | None = None,
-    ) -> EngineCore:
-        """Runners over compiled jobs; `transport` leads to the ranks that run the same steps."""
+    def assemble(self, state: DeviceState, compiled: dict[str, Compiled]) -> EngineCore:
+        """Runners over compiled jobs."""
         plan, counters = self.plan, EngineCounters()
         heads = HeadRunner(
             compiled,
@@ -154,10 +149,14 @@ class Assembly:
             decode=DecodeRunner(decode, counters),
             heads=Heads(heads, PoolingRunner(compiled, num_rows=plan.pool_rows)),
             counters=counters,
-            group=None if transport is None else self._group(transport),
         )
 
-    def _group(self, transport: Transport) -> GroupVote:
+    def group_vote(self, transport: Transport) -> GroupVote:
+        """The vote of the ranks that `transport` leads to; waits for all of them.
+
+        Raises:
+            ConfigError: they were given other options.
+        """
         plan = self.plan
         shapes = f"{plan.path} {plan.eager_ladder} {plan.decode_slots}"
         return GroupVote(transport, self._policy, alike=shapes)

@@ -1,6 +1,7 @@
 """The engine's loop: schedule, dispatch, and read the step before. Sees scheduler and runners."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from jaxprefill.batch import Batch
@@ -10,7 +11,7 @@ from jaxprefill.cache.recent import RecentPages
 from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState
-from jaxprefill.errors import RequestError
+from jaxprefill.errors import EngineUnavailable, RequestError
 from jaxprefill.grammar import Matcher
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import CompilationCounter
@@ -60,7 +61,10 @@ class EngineCore:
 
         Raises:
             RequestError: its id is in use, its matcher is missing, or it can never fit the KV pool.
+            EngineUnavailable: another rank of the group is gone.
         """
+        if self.group is not None and self.group.is_over:
+            raise EngineUnavailable("the engine's group is no more; start all its engines anew")
         if request.id in self._states:
             raise RequestError(f"request id {request.id!r} is already in flight", param="rid")
         if request.grammar is not None and matcher is None:
@@ -89,10 +93,23 @@ class EngineCore:
         """Whether another step would do anything."""
         return bool(self._states) or self._in_flight is not None
 
+    @property
+    def is_in_group(self) -> bool:
+        """Whether other ranks wait for this one's next step."""
+        return self.group is not None and not self.group.is_over
+
+    def leave_group(self) -> None:
+        """Steps along with the other ranks until all of them leave, or one is gone."""
+        if self.group is not None:
+            self.group.is_leaving = True
+        with suppress(EngineUnavailable):
+            while self.is_in_group:
+                self.step()
+
     def step(self) -> list[RequestUpdate]:
         """Dispatches the next step, then reads the one before."""
         batch = self.scheduler.next_batch()
-        group = self.group.agree(batch) if self.group is not None else None
+        group = self.group.agree(batch) if self.group is not None and self.is_in_group else None
         if batch is None and group is not None:  # nothing but padding, beside other ranks' work
             batch = Batch(rows=(), is_decode=not group.has_prefill)
         dispatched = self._dispatch(batch, group) if batch is not None else None

@@ -26,6 +26,7 @@ from jaxprefill.kernels.device import describe_device, free_memory_bytes
 from jaxprefill.loop import EngineLoop, Listener
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import ExecutableRecord
+from jaxprefill.prefill.transport import Transport
 from jaxprefill.readings import Reading, Readings, ScoredToken
 from jaxprefill.request import Completion, Request, SamplingParams
 from jaxprefill.startup import start
@@ -50,6 +51,7 @@ class Engine:
         *,
         on_planned: Callable[[EnginePlan], None] | None = None,
         on_compiled: Callable[[ExecutableRecord, int], None] | None = None,
+        group: Transport | None = None,
         **options: Any,
     ) -> None:
         """Loads and compiles; `options` are the fields of `EngineConfig`.
@@ -58,6 +60,9 @@ class Engine:
             model: see `EngineConfig.model`.
             on_planned: called before anything is loaded or compiled; what it raises stops start-up.
             on_compiled: called after each executable with its record and the number of all.
+            group: this engine's end (see `prefill.transport`) of a group of engines over devices of
+                their own that run one shape in every step, as data-parallel attention needs: no
+                model has it yet. Starting waits for all of the group, and `close` does too.
             options: fields of `EngineConfig`.
 
         Raises:
@@ -67,10 +72,12 @@ class Engine:
         """
         config = make_config(model=model, **options)
         checkpoint = open_checkpoint(config.model)
-        self.plan = choose_plan(config, checkpoint.config, describe_device(), user_results())
+        device = describe_device(is_alone=group is not None)
+        self.plan = choose_plan(config, checkpoint.config, device, user_results())
         if on_planned is not None:
             on_planned(self.plan)
-        self._started = start(checkpoint, self.plan, on_compiled=on_compiled or _log_compiled)
+        told = on_compiled or _log_compiled
+        self._started = start(checkpoint, self.plan, on_compiled=told, group=group)
         self.tokenizer = checkpoint.tokenizer
         self._core = self._started.core
         self._admission = Admission(
@@ -307,11 +314,10 @@ class Engine:
 
         Keys: passes (by path), executables (passes by executable), fallbacks (by reason),
         padding (tokens by executable), real_tokens, padding_tokens, cached_tokens, preemptions,
-        corrupted_requests, compilations_after_ready (of the whole process: another engine's, and
-        the caller's own, count), num_running and num_waiting (requests), kv_pages (free ones may
-        be cached), memory (bytes on each device), mesh (devices by axis, processes), device,
-        ladder (the shapes that are built), startup_s, lowered_at_start and compiled_at_start (of
-        the whole process), compiled (records, on GPUs with each pass's graph), faults (of stores).
+        corrupted_requests, compilations_after_ready, lowered_at_start and compiled_at_start (of the
+        whole process, other engines' included), num_running and num_waiting (requests), kv_pages
+        (free ones may be cached), memory (bytes on each device), mesh (devices by axis, processes),
+        device, ladder, startup_s, compiled (records, on GPUs with graphs), faults (of stores).
         """
         core, counters = self._core, self._core.counters
         records = self._started.records
@@ -346,11 +352,7 @@ class Engine:
                 "processes": self.plan.device.num_processes,
             },
             "ladder": self.plan.ladder_table(),
-            "startup_s": self._started.seconds,
-            "lowered_at_start": self._started.num_lowered,
-            "compiled_at_start": self._started.num_compiled,
-            "faults": self._started.faults,
-            "compiled": self._started.compiled_table(),
+            **self._started.stats(),
         }
 
     def close(self) -> None:

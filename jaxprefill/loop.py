@@ -1,7 +1,8 @@
 """Runs the engine's steps on a thread of its own, for all callers together.
 
 Signals interrupt the main thread alone: with the steps elsewhere, none can stop one half way,
-between a donated array and its successor. The thread lives while there is work.
+between a donated array and its successor. The thread lives while there is work, and in a group of
+ranks until the engine is closed.
 """
 
 import logging
@@ -77,6 +78,8 @@ class EngineLoop:
         self._is_closed = False
         self._live: dict[int, _Live] = {}  # by listener; these two: the serving thread's alone
         self._owners: dict[str, _Live] = {}  # by request
+        if core.is_in_group:  # other ranks wait for this one, whether it has work or not
+            self._post(lambda: None)
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Runs requests to their end; a caller that is interrupted leaves none behind.
@@ -144,13 +147,17 @@ class EngineLoop:
         while True:
             with self._lock:
                 actions, self._inbox = self._inbox, []
-                if not actions and not self._core.has_work:
+                if not actions and not self._must_step:
                     self._is_serving = False
                     return
             for action in actions:
                 action()
-            if self._core.has_work:
+            if self._must_step:
                 self._step()
+
+    @property
+    def _must_step(self) -> bool:
+        return self._core.has_work or self._core.is_in_group
 
     def _start(self, requests: Sequence[Request], listener: Listener, matchers: Matchers) -> None:
         call = self._live.setdefault(id(listener), _Live(listener))
@@ -239,4 +246,5 @@ class EngineLoop:
             error = EngineUnavailable("the engine was closed while the call was running")
             self._end(call, error)
         self._settle()
+        self._core.leave_group()
         self._core.close()

@@ -38,6 +38,7 @@ from jaxprefill.prefill.compiler import (
 from jaxprefill.prefill.fused import uses_fused_layers
 from jaxprefill.prefill.library import Library, open_library
 from jaxprefill.prefill.program import OperandsLostError
+from jaxprefill.prefill.transport import Transport
 from jaxprefill.processes import check_agreement
 from jaxprefill.warming import warm_up
 from jaxprefill.weights.checkpoint import Checkpoint
@@ -64,12 +65,22 @@ class Started:
     num_lowered: int = 0
     num_compiled: int = 0
 
-    def compiled_table(self) -> list[dict[str, Any]]:
-        """The records, each with what its graph takes where that is known. Ready for JSON."""
+    def stats(self) -> dict[str, Any]:
+        """What `Engine.stats` tells of the start, ready for JSON.
+
+        Each record has what its graph takes where that is known.
+        """
         graphs = self.core.graph_bytes
-        return [
-            record.as_dict() | {"graph_bytes": graphs.get(record.name)} for record in self.records
-        ]
+        return {
+            "startup_s": self.seconds,
+            "lowered_at_start": self.num_lowered,
+            "compiled_at_start": self.num_compiled,
+            "faults": self.faults,
+            "compiled": [
+                record.as_dict() | {"graph_bytes": graphs.get(record.name)}
+                for record in self.records
+            ],
+        }
 
     def describe_executables(self) -> str:
         """How many were loaded, how many compiled, in how many seconds, and what was wrong."""
@@ -80,16 +91,23 @@ class Started:
         return f"executables: {told} in {self.seconds['compile']:.1f} s{faults}"
 
 
-def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) -> Started:
+def start(
+    checkpoint: Checkpoint,
+    plan: EnginePlan,
+    *,
+    on_compiled: OnCompiled,
+    group: Transport | None = None,
+) -> Started:
     """Builds everything `plan` lists.
 
     Args:
         checkpoint: where the weights come from.
         plan: all sizes.
         on_compiled: called after each executable, with its record and the number of all.
+        group: leads to the engines that are to run the same steps; waits for all of them.
 
     Raises:
-        ConfigError: processes that run one engine do not agree on it; no folder `executables`.
+        ConfigError: processes, or the engines of a group, do not agree; no folder `executables`.
         CompileError: an executable could not be compiled.
         CheckpointError: the weights do not fit the architecture.
         KernelError: a kernel computes wrong numbers on this device.
@@ -106,6 +124,7 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         leaves = loading.result()
     loaded_at = time.perf_counter()
     core = _warmed(assembly, leaves, compiled, library)
+    core.group = None if group is None else assembly.group_vote(group)
     core.mark_ready()
     seconds = {
         "compile": compiled_at - began,
@@ -113,10 +132,9 @@ def start(checkpoint: Checkpoint, plan: EnginePlan, *, on_compiled: OnCompiled) 
         "warm_up": time.perf_counter() - loaded_at,
         "total": time.perf_counter() - began,
     }
-    records = [entry.record for entry in compiled.values()]
     return Started(
         core,
-        [library.recompiled.get(record.name, record) for record in records],
+        [library.recompiled.get(one.record.name, one.record) for one in compiled.values()],
         seconds,
         compiled,
         library.faults,
@@ -176,7 +194,7 @@ def obtain(
 
 def _open_library(plan: EnginePlan, facts: dict[str, Any]) -> Library:
     config = plan.config
-    if plan.device.num_processes > 1:
+    if jax.process_count() > 1:
         # Each would load or compile for itself, and their collectives must match.
         library = Library(facts, config.model)
         if config.executables is not None:

@@ -19,6 +19,8 @@ from tests.tiny import byte_tokenizer
 class CountingCore:
     """Gives every request one token a step, until it has `max_tokens`."""
 
+    is_in_group = False
+
     def __init__(self):
         self.running: dict[str, Request] = {}
         self.given: dict[str, int] = {}
@@ -35,6 +37,9 @@ class CountingCore:
 
     def is_known(self, name):
         return name in self.running
+
+    def leave_group(self):
+        pass
 
     @property
     def has_work(self):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from jaxprefill import SamplingParams
 from jaxprefill.assembly import Assembly
 from jaxprefill.batch import Batch, BatchRow
-from jaxprefill.errors import ConfigError
+from jaxprefill.errors import ConfigError, EngineUnavailable
+from jaxprefill.loop import EngineLoop
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.prefill.buckets import BucketLadder
@@ -32,6 +34,7 @@ from jaxprefill.prefill.vote import (
     tally,
 )
 from tests.reference import greedy
+from tests.tiny import SMALL
 
 POLICY = PrefillPolicy(ladder=BucketLadder((4, 16, 64), 4, (100, 700)), max_padding_factor=3.0)
 
@@ -157,9 +160,12 @@ def members(engine, group):
     compiled, leaves = started.programs, started.core.state.leaves
 
     def make(transport):
-        return assembly.assemble(assembly.allocate(leaves, compiled), compiled, transport)
+        core = assembly.assemble(assembly.allocate(leaves, compiled), compiled)
+        core.group = assembly.group_vote(transport)
+        core.close = lambda: None  # its weights are the engine's
+        return core
 
-    return run_ranks(group, [make, make])
+    return run_ranks(group, [make] * group.size)
 
 
 def test_cores_of_a_group_run_the_same_executable_in_every_step(engine, checkpoint):
@@ -188,24 +194,74 @@ def test_cores_of_a_group_run_the_same_executable_in_every_step(engine, checkpoi
     assert any(name.startswith("decode") for name in ran)
 
 
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+GROUP_OPTIONS = SMALL | dict(
+    prefill_max_context=(48,), prefill_buckets=(32,), max_running_requests=1, kv_cache_tokens=160
+)
+
+
+def test_engines_of_a_group_fall_back_together_and_leave_together(engine, checkpoint):
+    cores = members(engine, LocalGroup(2))
+    refusing = replace(cores[0].prefill._policy, is_enabled=False)
+    cores[0].prefill._policy = cores[0].group._policy = refusing
+    loops = [EngineLoop(core, engine.tokenizer) for core in cores]
+    prompts = [[1] * 60, [2] * 5]
+
+    def serve(rank):
+        (found,) = loops[rank].run(engine._requests([prompts[rank]], [GREEDY]))
+        loops[rank].close()
+        return found.token_ids
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(serve, range(2))) == [greedy(checkpoint, ids, 4) for ids in prompts]
+    refused, voted = (dict(core.counters.fallbacks) for core in cores)
+    assert set(refused) == {FallbackReason.DISABLED}
+    assert voted == {FallbackReason.GROUP_VOTE: refused[FallbackReason.DISABLED]}
+
+
+def test_an_engine_whose_group_is_gone_says_so(engine, monkeypatch):
+    group = LocalGroup(1)
+    (core,) = members(engine, group)
+    loop = EngineLoop(core, engine.tokenizer)
+    assert loop.run(engine._requests([[1, 2]], [GREEDY]))
+
+    def gone(rank, numbers):
+        raise threading.BrokenBarrierError
+
+    monkeypatch.setattr(group, "exchange", gone)
+    for _ in range(2):
+        with pytest.raises(EngineUnavailable, match="group"):
+            loop.run(engine._requests([[1, 2]], [GREEDY]))
+    loop.close()
+
+
 PROCESS = """
 import json, random, sys
 import jax
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+from jaxprefill import Engine, SamplingParams
+from jaxprefill import engine as engine_module
 from jaxprefill.compat import key_value_client
 from jaxprefill.prefill.transport import KeyValueTransport
 from jaxprefill.prefill.vote import GroupVote
-from tests.test_vote import POLICY, batch_of
+from tests.test_vote import GREEDY, GROUP_OPTIONS, POLICY, batch_of
+from tests.tiny import TinyCheckpoint
 rank = int(sys.argv[2])
 transport = KeyValueTransport(key_value_client(), rank=rank, size=2, name="vote")
 vote, own = GroupVote(transport, POLICY), random.Random(rank)
 batches = [batch_of((own.randint(1, 40), 0)) if own.random() < 0.8 else None for _ in range(30)]
-print("FOUND", json.dumps([vote.agree(batch) for batch in batches]), flush=True)
+votes = [vote.agree(batch) for batch in batches]
+engine_module.open_checkpoint = lambda model: TinyCheckpoint()
+transport = KeyValueTransport(key_value_client(), rank=rank, size=2, name="engines")
+with Engine("tiny", group=transport, **GROUP_OPTIONS) as engine:
+    (made,) = engine.generate([[1 + rank] * (5 if rank else 60)], GREEDY)
+    fallbacks = engine.stats()["fallbacks"]
+print("FOUND", json.dumps([votes, made.token_ids, fallbacks]), flush=True)
 """
 
 
 @pytest.mark.slow
-def test_two_processes_agree_through_jax_distributed():
+def test_two_processes_agree_through_jax_distributed(checkpoint):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -225,6 +281,11 @@ def test_two_processes_agree_through_jax_distributed():
         for process in processes:
             process.kill()
     assert all(process.returncode == 0 for process in processes), outputs
-    found = [json.loads(printed.split("FOUND ")[-1]) for printed, _ in outputs]
-    assert found[0] == found[1] and len(found[0]) == 30
-    assert any(each is not None and each[3] > 4 for each in found[0])
+    votes, tokens, fallbacks = zip(
+        *(json.loads(printed.split("FOUND ")[-1]) for printed, _ in outputs), strict=True
+    )
+    assert votes[0] == votes[1] and len(votes[0]) == 30
+    assert any(each is not None and each[3] > 4 for each in votes[0])
+    assert list(tokens) == [greedy(checkpoint, ids, 4) for ids in ([1] * 60, [2] * 5)]
+    own, other = fallbacks
+    assert set(own) == {"context_above_max"} and other == {"group_vote": sum(own.values())}

@@ -122,8 +122,11 @@ def _best_of(call: Callable[[], Shaped[Array, "..."]], repeats: int = 5) -> floa
     return min(seconds[1:])
 
 
-def describe_device() -> DeviceInfo:
-    """The first of this process's devices of jax's default backend; the others are alike."""
+def describe_device(*, is_alone: bool = False) -> DeviceInfo:
+    """The first of this process's devices of jax's default backend; the others are alike.
+
+    `is_alone`: other processes' devices are theirs.
+    """
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     is_cpu = device.platform == "cpu"
@@ -132,8 +135,8 @@ def describe_device() -> DeviceInfo:
         kind=device.device_kind,
         memory_bytes=_main_memory() if is_cpu else stats["bytes_limit"],
         has_bf16_matmul=_has_amx() if is_cpu else True,
-        num_devices=jax.device_count(),
-        num_processes=jax.process_count(),
+        num_devices=jax.local_device_count() if is_alone else jax.device_count(),
+        num_processes=1 if is_alone else jax.process_count(),
     )
 
 

@@ -28,8 +28,10 @@ EVERYWHERE = PartitionSpec()
 
 
 def make_mesh(num_devices: int = 1) -> Mesh:
-    """A mesh over the first devices of the default backend, those of other processes included."""
-    return Mesh(np.array(jax.devices()[:num_devices]), (AXIS,))
+    """A mesh over the first devices of this process, or over those of all if it has too few."""
+    is_local = num_devices <= jax.local_device_count()
+    devices = jax.local_devices() if is_local else jax.devices()
+    return Mesh(np.array(devices[:num_devices]), (AXIS,))
 
 
 def named_sharding(mesh: Mesh, axes: LogicalAxes) -> NamedSharding:

@@ -23,6 +23,7 @@ class LocalGroup:
 
     def __init__(self, size: int) -> None:
         """`size` ranks, each in a thread of its own."""
+        self.size = size
         self._told: list[tuple[int, ...]] = [()] * size
         self._barrier = threading.Barrier(size)
 

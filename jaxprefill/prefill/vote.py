@@ -5,13 +5,14 @@ for one that chose another shape. So before each step every rank tells what it h
 same conclusion from the same numbers. Host only; imports no jax.
 """
 
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from jaxprefill.batch import Batch
-from jaxprefill.errors import ConfigError
+from jaxprefill.errors import ConfigError, EngineUnavailable
 from jaxprefill.prefill.policy import Fallback, FallbackReason, PrefillPolicy, Use, decide
 from jaxprefill.prefill.transport import Transport
 
@@ -25,6 +26,7 @@ class Ballot(NamedTuple):
         is_eligible: 1 if an executable takes it.
         num_tokens, num_requests: real ones.
         max_context: longest kv_len of any row: cached prefix and new tokens; 0 if unknown.
+        is_leaving: 1 if the rank's engine is being closed.
     """
 
     is_busy: int = 0
@@ -33,8 +35,10 @@ class Ballot(NamedTuple):
     num_tokens: int = 0
     num_requests: int = 0
     max_context: int = 0
+    is_leaving: int = 0
 
 
+_PAUSE_S = 0.003  # between votes where no rank has anything to do
 IDLE = Ballot()  # a rank with nothing to do is in nobody's way
 
 
@@ -55,10 +59,12 @@ def ballot_of(policy: PrefillPolicy, batch: Batch | None) -> Ballot:
 
 
 def tally(ballots: Sequence[Ballot]) -> Ballot:
-    """The group's ballot: eligible if all are, and the greatest count of each kind."""
-    columns = zip(*ballots, strict=True)
-    greatest = Ballot(*(max(column) for column in columns))
-    return greatest._replace(is_eligible=min(ballot.is_eligible for ballot in ballots))
+    """The group's ballot: eligible and leaving if all are, and the greatest count of each kind."""
+    greatest = Ballot(*(max(column) for column in zip(*ballots, strict=True)))
+    return greatest._replace(
+        is_eligible=min(ballot.is_eligible for ballot in ballots),
+        is_leaving=min(ballot.is_leaving for ballot in ballots),
+    )
 
 
 def decide_batch(policy: PrefillPolicy, batch: Batch) -> Use | Fallback:
@@ -85,7 +91,12 @@ def decide_in_group(policy: PrefillPolicy, batch: Batch, group: Ballot) -> Use |
 
 
 class GroupVote:
-    """A rank's part in the votes of its group."""
+    """A rank's part in the votes of its group.
+
+    Attributes:
+        is_leaving: set by a rank that is being closed; it votes on until all of them are.
+        is_over: there will be no other vote, as all have left or one is gone.
+    """
 
     def __init__(self, transport: Transport, policy: PrefillPolicy, *, alike: str = "") -> None:
         """Compares policy and `alike`, what else must be the same on every rank.
@@ -93,6 +104,8 @@ class GroupVote:
         Raises:
             ConfigError: on every rank, where one brings others than the first.
         """
+        self.is_leaving = False
+        self.is_over = False
         self._transport = transport
         self._policy = policy
         digest = zlib.crc32(f"{policy} {alike}".encode())
@@ -112,7 +125,23 @@ class GroupVote:
 
         Returns:
             None where no rank has anything to do.
+
+        Raises:
+            EngineUnavailable: a rank does not answer any more.
         """
-        own = ballot_of(self._policy, batch)
-        group = tally([Ballot(*numbers) for numbers in self._transport.gather(own)])
-        return group if group.is_busy else None
+        own = ballot_of(self._policy, batch)._replace(is_leaving=int(self.is_leaving))
+        try:
+            told = self._transport.gather(own)
+        except Exception as error:
+            self.is_over = True
+            raise EngineUnavailable(
+                f"every rank of a group must answer, but rank {self._transport.rank} waited for "
+                f"one in vain ({error!r}); start the engines of all ranks anew"
+            ) from error
+        group = tally([Ballot(*numbers) for numbers in told])
+        self.is_over = bool(group.is_leaving)
+        if group.is_busy:
+            return group
+        if not self.is_over:
+            time.sleep(_PAUSE_S)
+        return None

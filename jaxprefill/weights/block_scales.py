@@ -80,7 +80,8 @@ def dequantize(
             # As bits: NumPy moves numbers of this type one by one.
             found.view(np.uint16)[expert, :, rows] = part.view(np.uint16).T
         return found
-    is_exact, is_packed = scales.dtype in (np.uint8, _E8M0), values.dtype in (np.int8, np.uint8)
+    is_exact = scales.dtype.name in ("uint8", _E8M0.name)
+    is_packed = values.dtype.name in ("int8", "uint8")
     if is_exact and is_packed and values.shape[1] % 16 == 0:
         blocks = values.view(np.uint8).reshape(*scales.shape, 16)
         which = scales.view(np.uint8)[..., None].astype(np.uint16) << 8 | blocks
