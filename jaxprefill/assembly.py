@@ -158,7 +158,7 @@ class Assembly:
             ConfigError: they were given other options.
         """
         plan = self.plan
-        shapes = f"{plan.path} {plan.eager_ladder} {plan.decode_slots}"
+        shapes = f"{plan.path} {plan.eager_ladder} {plan.decode_slots} {plan.config.strict_prefill}"
         return GroupVote(transport, self._policy, alike=shapes)
 
     @property

@@ -7,6 +7,7 @@ import pytest
 
 from jaxprefill.errors import KernelError
 from jaxprefill.kernels import self_check
+from jaxprefill.kernels.attention.capabilities import AttentionSpec
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import gemm
 from jaxprefill.kernels.experts import pallas_triton
@@ -17,7 +18,8 @@ FLOAT32 = jnp.dtype("float32")
 
 
 def test_a_wrong_attention_kernel_is_named():
-    check = dict(heads=(4, 2, 32), page_size=16, dtype=FLOAT32)
+    spec = AttentionSpec(window=600, soft_cap=2.0, has_sinks=True)
+    check = dict(heads=(4, 2, 32), page_size=16, dtype=FLOAT32, spec=spec)
     self_check.check_attention(XLA, **check)
 
     def make(tiles, spec):

@@ -136,7 +136,8 @@ class HuggingFaceCheckpoint:
         for suffix in _SCALES:
             for name in [each for each in found if each.endswith(suffix)]:
                 stem = name.removesuffix(suffix)
-                for weight in {stem, f"{stem}.weight"} & found.keys():
+                weight = stem if stem in found else f"{stem}.weight"
+                if weight in found:
                     found[weight] = found[weight]._replace(scale=found.pop(name).name)
         return found
 
