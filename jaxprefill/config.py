@@ -311,6 +311,10 @@ class EngineConfig:
     )
     seed: int | None = option(None, "seed of requests that bring none (default: random)", "SEED")
 
+    def running(self, *, is_cpu: bool) -> int:
+        """Requests that run at once."""
+        return self.max_running_requests or (16 if is_cpu else 64)
+
     def __post_init__(self) -> None:
         self._coerce()
         counts = ("context_length", "kv_cache_tokens", "max_running_requests")

@@ -266,7 +266,7 @@ def _served(config: EngineConfig, model: ModelConfig, context: int) -> ModelConf
 
 
 def _resolve_running(config: EngineConfig, *, is_cpu: bool) -> int:
-    running = config.max_running_requests or (16 if is_cpu else 64)
+    running = config.running(is_cpu=is_cpu)
     if running > MAX_RUNNING:
         raise ConfigError(f"max_running_requests must be at most {MAX_RUNNING}, got {running}")
     return running

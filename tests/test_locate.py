@@ -13,14 +13,29 @@ from tests.tiny import TinyCheckpoint
 TINY = TinyCheckpoint()
 
 
+class ClientError(Exception):
+    """Of the library's HTTP client."""
+
+
+class HubErrors:
+    """As huggingface_hub.errors names and derives them."""
+
+    class HfHubHTTPError(ClientError, OSError): ...
+
+    class RepositoryNotFoundError(HfHubHTTPError): ...
+
+    class GatedRepoError(RepositoryNotFoundError): ...
+
+    class RevisionNotFoundError(HfHubHTTPError): ...
+
+    class LocalEntryNotFoundError(FileNotFoundError): ...
+
+
 class Hub(SimpleNamespace):
     """Stands in for huggingface_hub: serves one folder, or fails, and keeps what was asked."""
 
     def __init__(self, folder=None, error=None):
-        class HfHubHTTPError(Exception):
-            """As the library names it."""
-
-        super().__init__(errors=SimpleNamespace(HfHubHTTPError=HfHubHTTPError), asked=[])
+        super().__init__(asked=[])
         self.folder, self.error = folder, error
 
     def snapshot_download(self, repository, **options):
@@ -34,6 +49,7 @@ class Hub(SimpleNamespace):
 def hub(tmp_path, monkeypatch):
     made = Hub(tmp_path / "snapshot")
     monkeypatch.setitem(sys.modules, "huggingface_hub", made)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", HubErrors)
     monkeypatch.chdir(tmp_path)
     return made
 
@@ -54,13 +70,32 @@ def test_a_local_path_of_the_same_name_needs_no_hub(hub, tmp_path):
     assert not hub.asked
 
 
-@pytest.mark.parametrize("error", ["http", OSError("no route"), ValueError("bad id")])
-def test_a_hub_that_fails_is_reported(hub, error):
-    hub.error = hub.errors.HfHubHTTPError("404") if error == "http" else error
-    with pytest.raises(
-        CheckpointError, match=r"'owner/tiny' is no local path, and cannot .* check"
-    ):
-        open_checkpoint("owner/tiny")
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (HubErrors.HfHubHTTPError("no\nroute"), "check the name and the network"),
+        (OSError("no\nroute"), "check the name and the network"),
+        (ValueError("no\nroute"), "check the name and the network"),
+        (ClientError("no\nroute"), "check the name and the network"),
+        (HubErrors.RepositoryNotFoundError("no\nroute"), "private model needs `hf auth login`"),
+        (HubErrors.GatedRepoError("no\nroute"), "ask for access on its page"),
+        (HubErrors.RevisionNotFoundError("no\nroute"), "commit that owner/tiny has"),
+        (HubErrors.LocalEntryNotFoundError("no\nroute"), "not in the cache either"),
+    ],
+)
+def test_a_hub_that_fails_is_reported_with_a_remedy(hub, error, remedy):
+    hub.error = error
+    found = r"'owner/tiny@v2' is no local path, and cannot be fetched .*: no route; .*"
+    with pytest.raises(CheckpointError, match=found + remedy):
+        open_checkpoint("owner/tiny@v2")
+
+
+def test_the_library_has_the_errors_that_are_told_apart():
+    errors = pytest.importorskip("huggingface_hub.errors")
+    for name in vars(HubErrors):
+        if not name.startswith("_"):
+            assert issubclass(getattr(errors, name), OSError), name
+    assert issubclass(errors.GatedRepoError, errors.RepositoryNotFoundError)
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):

@@ -5,8 +5,10 @@ import math
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,6 +63,40 @@ def test_a_row_at_fault_keeps_its_place_and_says_why(engine, monkeypatch):
     assert [value is None for value in found["embedding"]] == [False, True, False]
     assert [value is None for value in found["error"]] == [True, False, True]
     assert "at least one token" in found["error"][1]
+    found = Held(monkeypatch, engine, task="perplexity")(batch(None, "abc", math.nan, "a"))
+    assert [value is None for value in found["perplexity"]] == [True, False, True, False]
+    assert found["error"].tolist() == [(why := "the text must not be null"), None, why, None]
+    assert Held(monkeypatch, engine, task="embed")(batch(None))["embedding"].tolist() == [None]
+
+
+def test_the_models_own_classifier_labels_rows(monkeypatch):
+    shares = np.array([[0.25, 0.75], [0.9, 0.1]], np.float32)
+    engine = SimpleNamespace(labels=("no", "yes"), classify=lambda texts: shares[: len(texts)])
+    found = Held(monkeypatch, engine, task="classify")(batch("a", "b"))
+    assert found["label"].tolist() == ["yes", "no"] and found["error"].tolist() == [None, None]
+    np.testing.assert_array_equal(found["label_scores"], shares)
+
+
+def test_a_deployment_scales_by_what_its_engine_runs_at_once(monkeypatch):
+    made = {}
+    fake = SimpleNamespace(ingress=lambda: lambda replica: replica)
+    fake.deployment = lambda replica: SimpleNamespace(
+        options=lambda **options: made.update(options) or SimpleNamespace(bind=lambda *given: given)
+    )
+    monkeypatch.setitem(sys.modules, "ray.serve", fake)
+    monkeypatch.delitem(sys.modules, "jaxprefill.remote.ray_serve", raising=False)
+    module = import_module("jaxprefill.remote.ray_serve")
+    monkeypatch.delitem(sys.modules, "jaxprefill.remote.ray_serve")  # others take the real one
+    config, settings = module.deployment(max_replicas=3, settings={"api_key": ("k",)})
+    assert (config.model, settings.api_key) == ("demo", ("k",))
+    scaling = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 32}
+    assert made["autoscaling_config"] == scaling and made["max_ongoing_requests"] == 64
+    module.deployment(num_gpus=1)
+    assert made["max_ongoing_requests"] == 256 and made["ray_actor_options"] == {"num_gpus": 1}
+    module.deployment(max_running_requests=2)
+    assert made["autoscaling_config"]["target_ongoing_requests"] == 4
+    with pytest.raises(ConfigError, match="max_runing"):
+        module.deployment(max_runing_requests=2)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ _NEW_COLUMNS: Mapping[RayTask, tuple[str, ...]] = {
 }
 
 
+_NO_TEXT: Mapping[str, Any] = {"error": "the text must not be null"}
+
+
 class RayPredictor:
     """Adds columns to batches: what an engine says of the texts in one of theirs.
 
@@ -43,8 +46,8 @@ class RayPredictor:
     embed        `embedding`
     classify     `label` and `label_scores` by the model's own classifier
 
-    A row whose text is at fault, one too long for instance, has None there and a reason in `error`,
-    which is None for all others. The perplexity of a single token is NaN.
+    A row whose text is at fault, null or too long for instance, has None there and a reason in
+    `error`, which is None for all others. The perplexity of a single token is NaN.
     """
 
     def __init__(
@@ -94,13 +97,16 @@ class RayPredictor:
 
     def __call__(self, batch: Batch) -> Columns:
         """The batch with its new columns."""
-        texts = [str(text) for text in batch[self._column]]
-        rows = self._rows(texts)
+        texts = list(batch[self._column])
+        found = iter(self._rows([str(text) for text in texts if not _is_null(text)]))
+        rows = [_NO_TEXT if _is_null(text) else next(found) for text in texts]
         new = {name: _column([row.get(name) for row in rows]) for name in self._new_columns}
         return {**batch, **new}
 
     def _rows(self, texts: list[str]) -> list[Mapping[str, Any]]:
         """All at once, and one by one only if one of them is at fault."""
+        if not texts:
+            return []
         try:
             return self._run(texts)
         except RequestError as error:
@@ -116,7 +122,7 @@ class RayPredictor:
         for found in self._engine.logprobs(texts):
             known = [logprob for logprob in found if logprob is not None]
             mean = sum(known) / len(known) if known else math.nan
-            rows.append({"perplexity": math.exp(-mean), "num_tokens": len(found)})
+            rows.append({"perplexity": math.exp(min(-mean, 700.0)), "num_tokens": len(found)})
         return rows
 
     def _label(self, texts: list[str]) -> list[Mapping[str, Any]]:
@@ -131,6 +137,11 @@ class RayPredictor:
     def _scored(self, scores: Sequence[float]) -> Mapping[str, Any]:
         best = max(range(len(scores)), key=scores.__getitem__)
         return {"label": self._labels[best], "label_scores": np.array(scores, np.float32)}
+
+
+def _is_null(value: Any) -> bool:
+    """None, or the NaN that pandas writes for it."""
+    return value is None or value != value
 
 
 def _column(values: list[Any]) -> "np.ndarray[Any, Any]":

@@ -78,14 +78,14 @@ def deployment(
         ConfigError: an option is unknown or out of range.
     """
     config = make_config(model=model, **options)
-    running = config.max_running_requests or (64 if num_gpus else 16)
+    running = config.running(is_cpu=not num_gpus)
     made = _SERVE.deployment(_SERVE.ingress()(Replica)).options(
         name="jaxprefill",
-        # Twice what runs at once: a step's batch is full while another is being answered.
         max_ongoing_requests=4 * running,
         autoscaling_config={
             "min_replicas": min_replicas,
             "max_replicas": max_replicas,
+            # As many wait as run, so that the next step's batch is full.
             "target_ongoing_requests": 2 * running,
         },
         ray_actor_options={"num_gpus": num_gpus},
