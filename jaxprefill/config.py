@@ -320,8 +320,7 @@ class EngineConfig:
         counts = ("context_length", "kv_cache_tokens", "max_running_requests")
         counts += ("chunked_prefill_size", "full_prefill_max_req", "tensor_parallel_size")
         for name in counts:
-            value = getattr(self, name)
-            if value is not None and value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if not 1 <= self.page_size <= 128 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, 1 to 128, got {self.page_size}")
