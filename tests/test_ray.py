@@ -97,6 +97,8 @@ def test_a_deployment_scales_by_what_its_engine_runs_at_once(monkeypatch):
     assert made["autoscaling_config"]["target_ongoing_requests"] == 4
     with pytest.raises(ConfigError, match="max_runing"):
         module.deployment(max_runing_requests=2)
+    with pytest.raises(ConfigError, match="settings has the unknown key api_kee"):
+        module.deployment(settings={"api_kee": ("k",)})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Routes and answers are those of `jaxprefill serve`. Needs the extra `ray`.
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.applications import Starlette
 
 from jaxprefill.config import EngineConfig, make_config
 from jaxprefill.errors import EngineUnavailable
+from jaxprefill.options import read_keys
 from jaxprefill.remote.client import EngineProcess
 from jaxprefill.server.app import create_app
 from jaxprefill.server.settings import ServerSettings
@@ -75,9 +77,11 @@ def deployment(
         options: fields of `EngineConfig`.
 
     Raises:
-        ConfigError: an option is unknown or out of range.
+        ConfigError: an option or a setting is unknown or out of range.
     """
     config = make_config(model=model, **options)
+    known = [item.name for item in fields(ServerSettings)]
+    served = ServerSettings(**read_keys("settings", settings or {}, known))
     running = config.running(is_cpu=not num_gpus)
     made = _SERVE.deployment(_SERVE.ingress()(Replica)).options(
         name="jaxprefill",
@@ -90,4 +94,4 @@ def deployment(
         },
         ray_actor_options={"num_gpus": num_gpus},
     )
-    return made.bind(config, ServerSettings(**dict(settings or {})))
+    return made.bind(config, served)
