@@ -312,7 +312,7 @@ def _launch_merge(sizes: _Sizes, batch: RaggedBatch, parts: Sequence[Array], out
         functools.partial(_merge_kernel, sizes=sizes),
         grid=(sizes.num_tiles, out.shape[1]),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-        input_output_aliases={len(batch) + 2: 0},
+        input_output_aliases={len(jax.tree.leaves(batch)) + 2: 0},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=sizes.interpret,
         name="merge_attention_splits",
