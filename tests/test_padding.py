@@ -130,3 +130,13 @@ def test_tokens_that_are_shared_write_no_row():
     assert fields["positions"][:7].tolist() == [5, 6, 7, 8, 9, 10, 3]
     rows = [NO_ROW] * 3 + [102 * PAGE, 102 * PAGE + 1, 102 * PAGE + 2, 200 * PAGE + 3]
     assert fields["kv_rows"][:7].tolist() == rows
+
+
+def test_tokens_of_a_request_with_recent_pages_get_the_rows_of_those():
+    layout = replace(LAYOUT, recent_pages=3)
+    row = replace(make_row(1, 6, 9), num_shared=8, recent=(7, 2, 5), recent_first=1)
+    fields = layout.fields(pad(Batch(rows=(row,), is_decode=False), layout))
+    rows = [2 * PAGE + 1, 2 * PAGE + 2, 2 * PAGE + 3, 5 * PAGE, 5 * PAGE + 1, 5 * PAGE + 2]
+    assert fields["kv_rows"][:6].tolist() == rows
+    assert fields["recent_table"][0].tolist() == [5, 7, 2]  # page number n in column n modulo 3
+    assert fields["page_table"][0, :4].tolist() == [100, 101, 102, 103]

@@ -8,6 +8,7 @@ read-only: jax may alias host memory until the step has run, and nothing can ove
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -154,10 +155,10 @@ def _write_long(buffer: Buffer, rows: tuple[BatchRow, ...], layout: BufferLayout
         fields["ids"][own] = -(row.slot + 1) if ids is None else array("i", ids)
         positions = np.arange(first, row.kv_len, dtype=np.int32)
         fields["positions"][own] = positions
-        pages, offsets = np.divmod(positions, layout.page_size)
-        kv_rows = np.asarray(row.pages, np.int32)[pages] * layout.page_size + offsets
-        kv_rows[: max(0, min(row.num_shared, row.kv_len) - first)] = NO_ROW
-        fields["kv_rows"][own] = kv_rows
+        written = positions[max(0, min(row.num_shared, row.kv_len) - first) :]
+        (pages, skipped), (numbers, offsets) = _kv_pages(row), np.divmod(written, layout.page_size)
+        kv_rows = np.asarray(pages, np.int32)[numbers - skipped] * layout.page_size + offsets
+        fields["kv_rows"][ends[-1] - len(written) : ends[-1]] = kv_rows
     q_lens = [row.q_len for row in rows]
     tile_slot, tile_start = plan_tiles(q_lens, layout.tiles.tile_q)
     fields["num_tokens"][...], fields["num_tiles"][...] = ends[-1], len(tile_slot)
@@ -169,12 +170,17 @@ def _write_long(buffer: Buffer, rows: tuple[BatchRow, ...], layout: BufferLayout
         fields[name][: len(numbers)] = numbers
 
 
-def _kv_rows(row: BatchRow, first: int, page_size: int) -> list[int]:
-    """Pool rows of the request's tokens from `first` on; shared ones have theirs already.
+def _kv_pages(row: BatchRow) -> tuple[Sequence[int], int]:
+    """The pages that `kv_rows` are rows of, and the number of the first.
 
-    Where there are recent pages, rows of those: their pools have one for each token.
+    Recent ones where there are any: their pools have a row for each token.
     """
-    pages, skipped = (row.recent, row.recent_first) if row.recent else (row.pages, 0)
+    return (row.recent, row.recent_first) if row.recent else (row.pages, 0)
+
+
+def _kv_rows(row: BatchRow, first: int, page_size: int) -> list[int]:
+    """Pool rows of the request's tokens from `first` on; shared ones have theirs already."""
+    pages, skipped = _kv_pages(row)
     written = max(first, min(row.num_shared, row.kv_len))
     found = [NO_ROW] * (written - first)
     for number in range(written // page_size, -(-row.kv_len // page_size)):
