@@ -123,8 +123,8 @@ class ShapeMeasurer:
         (row, *_) = batch.rows
         plan = self._plan
         longest = min(key.max_context, plan.context_length, plan.num_pages * plan.config.page_size)
-        num_pages = -(-longest // plan.config.page_size)
-        later = replace(row, kv_len=longest, pages=list(range(num_pages)))
+        pages = list(range(-(-longest // plan.config.page_size)))
+        later = replace(row, kv_len=longest, pages=pages, recent=pages if row.recent else ())
         num_pairs = row.q_len * (longest - row.kv_len)
         if not num_pairs:
             return Fraction(0)
