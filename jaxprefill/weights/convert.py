@@ -65,7 +65,7 @@ def convert(
             stored = write_leaves(made, {path: _cast(leaf, dtype) for path, leaf in leaves})
             write_model(made, config, checkpoint.tokenizer)
             manifest = write_manifest(made, checkpoint.name, stored)
-            if folder.exists():
+            if overwrite and folder.exists():
                 folder.replace(Path(scratch) / "old")  # which goes with the scratch
             made.replace(folder)
     except (OSError, ValueError) as error:
