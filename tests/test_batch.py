@@ -477,13 +477,14 @@ def test_mistakes_are_told_before_an_engine_starts(argv, words, command, tmp_pat
     assert (tmp_path / "in").read_bytes() == jsonl([request("a")])
 
 
-def test_an_engine_that_cannot_start_gives_status_1(files, command):
+def test_an_engine_that_cannot_start_gives_status_1_and_leaves_nothing_in_the_way(files, command):
     source, output = files
     source.write_bytes(jsonl([request("a")]))
-    engine = FakeEngine()
-    engine.is_ready, engine.failure = False, JaxPrefillError("no such model")
-    status, said = command("-i", source, "-o", output, engine=engine)
-    assert status == 1 and "no such model" in said.err
+    for _ in range(2):
+        engine = FakeEngine()
+        engine.is_ready, engine.failure = False, JaxPrefillError("no such model")
+        status, said = command("-i", source, "-o", f"{output}.gz", engine=engine)
+        assert status == 1 and "no such model" in said.err
 
 
 @pytest.mark.slow

@@ -86,12 +86,12 @@ class LineOutput:
                 f"cannot write to {self.name}: {error.strerror or error}"
             ) from error
 
-    def close(self) -> None:
-        """Writes what waits, down to the disk."""
+    def close(self, *, is_whole: bool = True) -> None:
+        """Writes what waits, down to the disk; a file that is not whole may stay empty."""
         try:
             self.flush()
             if self.is_regular:
-                if self._is_packed and not os.fstat(self._file.fileno()).st_size:
+                if is_whole and self._is_packed and not os.fstat(self._file.fileno()).st_size:
                     self._write_held()  # without a block it would be no packed file
                 os.fsync(self._file.fileno())
         finally:
@@ -100,8 +100,8 @@ class LineOutput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(is_whole=kind is None)
 
     def _claim(self, mode: Mode) -> None:
         try:
