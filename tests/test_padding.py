@@ -2,7 +2,9 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from jaxprefill.errors import CapacityError
 from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
 from jaxprefill.prefill import padding
 from jaxprefill.prefill.buckets import ShapeKey
+from jaxprefill.prefill.forward import unpack
 from jaxprefill.prefill.padding import NO_ROW, BufferLayout, pad
 
 PAGE, KEY, TILE_Q = 4, ShapeKey(32, 5, 64), 4
@@ -140,3 +143,9 @@ def test_tokens_of_a_request_with_recent_pages_get_the_rows_of_those():
     assert fields["kv_rows"][:6].tolist() == rows
     assert fields["recent_table"][0].tolist() == [5, 7, 2]  # page number n in column n modulo 3
     assert fields["page_table"][0, :4].tolist() == [100, 101, 102, 103]
+
+
+def test_kernels_of_models_without_recent_pages_are_handed_no_table_of_them():
+    for layout, shape in ((LAYOUT, None), (replace(LAYOUT, recent_pages=3), (5, 3))):
+        batch = jax.eval_shape(partial(unpack, layout=layout), pad(make_batch(), layout)).batch
+        assert getattr(batch.recent_table, "shape", None) == shape

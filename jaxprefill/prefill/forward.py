@@ -41,6 +41,8 @@ def unpack(buffer: Int32[Array, " words"], layout: BufferLayout) -> PassInputs:
     """The fields of `padding.pad`'s buffer: static slices, no copy."""
     fields = {name: buffer[at].reshape(layout.shapes[name]) for name, at in layout.slices.items()}
     batch = RaggedBatch(**{name: fields[name] for name in RaggedBatch._fields})
+    if not layout.recent_pages:  # kernels are handed no array of no size
+        batch = batch._replace(recent_table=None)
     return PassInputs(fields["num_tokens"], fields["ids"], fields["positions"], batch)
 
 
