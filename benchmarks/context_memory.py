@@ -1,5 +1,4 @@
-"""Temporary memory, and on a GPU time, of one compressed-sparse layer's attention, by context and
-kind of top-k.
+"""Memory, and on a GPU time, of a compressed-sparse layer's attention, by context and top-k.
 
     python -m benchmarks.context_memory --tokens 8192 --context 1M --max-context 256K --json
     python -m benchmarks.context_memory     a table, tokens x context, and a plot (extra `bench`)
@@ -7,9 +6,8 @@ kind of top-k.
 DeepSeek-V4-Flash's shapes, compiled: bytes are the compiler's own. On a GPU the layer is also run,
 on random numbers, for the last tokens of a request as long as max context: `ms`, the best of three.
 *materialised* keeps the indexer's logits of all tokens and entries (4 bytes x tokens x context / 4,
-as SGLang does), *streaming* those of one tile and block, and *pallas_triton*, on a GPU,
-does so in a kernel. `context_temp_bytes` is what exceeds the
-same layer at a context of 4096.
+as SGLang does), *streaming* those of one tile and block, and *pallas_triton*, on a GPU, does so in
+a kernel. `context_temp_bytes` is what exceeds the same layer at a context of 4096.
 """
 
 import argparse
@@ -64,7 +62,7 @@ def flash_config(context: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def lowered_layer(
+def traced_layer(
     variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str
 ) -> tuple[jax.stages.Traced, tuple]:
     """(the attention of one layer, traced; the shapes of its arguments)."""
@@ -89,7 +87,7 @@ def compiled_layer(
     variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str
 ) -> tuple[jax.stages.Compiled, tuple]:
     """The same for this process's device."""
-    traced, arguments = lowered_layer(variant, tokens, context, max_context, dtype)
+    traced, arguments = traced_layer(variant, tokens, context, max_context, dtype)
     quick = {"xla_backend_optimization_level": 0}  # of machine code: buffers are as they are
     options = CPU_OPTIONS | quick if jax.default_backend() == "cpu" else None
     return traced.lower().compile(options), arguments

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from benchmarks.context_memory import PAGE, TILE, flash_config, input_shapes, lowered_layer
+from benchmarks.context_memory import PAGE, TILE, flash_config, input_shapes, traced_layer
 from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.attention.tiles import plan_tiles
 from jaxprefill.kernels.top_k import (
@@ -124,7 +124,7 @@ def test_a_sparse_layer_chooses_in_the_kernel_where_kernels_are_asked():
         layer = nnx.eval_shape(lambda one=one: DeepseekV4Layer(one, 0, jnp.dtype(jnp.bfloat16)))
         assert layer.top_k_variant == variant
     with jax.sharding.use_abstract_mesh(CUDA):
-        traced, _ = lowered_layer("pallas_triton", 128, 4096, 4096, "bfloat16")
+        traced, _ = traced_layer("pallas_triton", 128, 4096, 4096, "bfloat16")
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1
 
