@@ -116,7 +116,7 @@ def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Ri
     leaves, stacked = random_leaves(tree), ()
     is_stacked = uses_fused_layers(
         config, backend, platform=jax.default_backend(), dtype=dtype.name
-    ) and can_view(mesh.devices.flat[0])
+    ) and can_view(tree, mesh.devices.flat[0])
     if is_stacked:
         leaves, stacked = stack_leaves(tree, leaves, lambda _: lambda *own: jnp.stack(own))
     pages = sizes.pool_tokens // sizes.page_size

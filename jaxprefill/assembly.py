@@ -220,7 +220,7 @@ class Assembly:
             return False
         budget = plan.device.memory_bytes * plan.config.memory_fraction
         is_small = weight_bytes(self.tree) + largest_stack_bytes(self.tree) <= budget
-        return is_small and can_view(self.mesh.devices.flat[0])
+        return is_small and can_view(self.tree, self.mesh.devices.flat[0])
 
     def _stack_jobs(self) -> list[CompileJob]:
         """What makes the stacks of the layers' weights, one parameter after another."""

@@ -99,12 +99,16 @@ class EngineCore:
         return self.group is not None and not self.group.is_over
 
     def leave_group(self) -> None:
-        """Steps along with the other ranks until all of them leave, or one is gone."""
-        if self.group is not None:
-            self.group.is_leaving = True
-        with suppress(EngineUnavailable):
-            while self.is_in_group:
-                self.step()
+        """Steps along with the other ranks until all leave, one is gone, or a step fails."""
+        if self.group is None:
+            return
+        self.group.is_leaving = True
+        try:
+            with suppress(EngineUnavailable):
+                while self.is_in_group:
+                    self.step()
+        finally:
+            self.group.is_over = True
 
     def step(self) -> list[RequestUpdate]:
         """Dispatches the next step, then reads the one before."""

@@ -62,7 +62,7 @@ class Engine:
             on_compiled: called after each executable with its record and the number of all.
             group: this engine's end (see `prefill.transport`) of a group of engines over devices of
                 their own that run one shape in every step, as data-parallel attention needs: no
-                model has it yet. Starting waits for all of the group, and `close` does too.
+                model has it yet. Starting and `close` wait for all of it, in a thread each.
             options: fields of `EngineConfig`.
 
         Raises:

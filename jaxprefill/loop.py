@@ -246,5 +246,7 @@ class EngineLoop:
             error = EngineUnavailable("the engine was closed while the call was running")
             self._end(call, error)
         self._settle()
-        self._core.leave_group()
-        self._core.close()
+        try:
+            self._core.leave_group()
+        finally:
+            self._core.close()

@@ -18,7 +18,7 @@ from jaxprefill.kernels.decoder_layer.gemm import GemmTiles
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.fused import lacks_fusion
 from jaxprefill.models.sharding import make_mesh
-from jaxprefill.models.stacks import stack_leaves, stacked_shapes
+from jaxprefill.models.stacks import can_view, stack_leaves, stacked_shapes
 from jaxprefill.models.tree import model_tree
 from jaxprefill.plan import make_plan
 from jaxprefill.prefill.buckets import ShapeKey
@@ -177,3 +177,5 @@ def test_an_engine_of_fused_layers_keeps_its_weights_once_in_stacks():
     for path, value, view in zip(tree.paths, values, views, strict=True):
         np.testing.assert_array_equal(np.asarray(view), value, err_msg=path)
     assert sum(leaf.is_deleted() for leaf in leaves) == 5 * 2
+    odd = model_tree(replace(model, head_dim=16), jnp.dtype("bfloat16"), make_mesh())
+    assert [can_view(own, jax.devices()[0]) for own in (tree, odd)] == [True, False]

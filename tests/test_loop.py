@@ -135,6 +135,16 @@ def test_a_listener_of_two_calls_hears_all_and_one_end(loop):
     assert len(hears.updates) == 11 and hears.ends == [None]
 
 
+def test_an_engine_whose_last_step_in_a_group_fails_is_closed(core, loop, monkeypatch):
+    def leave_group():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(core, "leave_group", leave_group)
+    with pytest.raises(ZeroDivisionError):
+        loop.close()
+    assert core.is_closed
+
+
 def test_a_step_that_fails_and_takes_no_request_ends_every_call(core, loop):
     class Panic(BaseException):  # as a Rust library raises
         pass

@@ -219,6 +219,18 @@ def test_engines_of_a_group_fall_back_together_and_leave_together(engine, checkp
     assert voted == {FallbackReason.GROUP_VOTE: refused[FallbackReason.DISABLED]}
 
 
+def test_a_step_that_fails_while_an_engine_leaves_ends_its_voting(engine, monkeypatch):
+    (core,) = members(engine, LocalGroup(1))
+
+    def fail():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(core, "step", fail)
+    with pytest.raises(ZeroDivisionError):
+        core.leave_group()
+    assert not core.is_in_group
+
+
 def test_an_engine_whose_group_is_gone_says_so(engine, monkeypatch):
     group = LocalGroup(1)
     (core,) = members(engine, group)

@@ -21,6 +21,7 @@ from jaxprefill.models.tree import AnyLeaf, Leaves, ModelTree
 
 Stack = Callable[..., Shaped[Array, "layers ..."]]  # of each layer's array, in their order
 _INT64_BYTES = 8
+_ALIGNMENT = 128  # bytes: XLA has operands of a GPU begin at multiples (kEntryParameterAlignBytes)
 
 
 def stack_names(tree: ModelTree) -> tuple[str, ...]:
@@ -81,8 +82,11 @@ def stack_leaves(
     return tuple(found), tuple(by_name[name] for name in stack_names(tree))
 
 
-def can_view(device: Any) -> bool:
-    """Whether jax gives arrays of its device that are part of another's memory."""
+def can_view(tree: ModelTree, device: Any) -> bool:
+    """Whether jax gives arrays of this device that are part of another's memory, as layers are."""
+    parts = layer_parts(tree).values()
+    if any(_num_bytes(tree.shapes[index]) % _ALIGNMENT for own in parts for index in own):
+        return False
     whole = jax.device_put(np.arange(256, dtype=np.int32).reshape(2, 128), device)
     try:
         return np.asarray(view(whole, 1)).tolist() == list(range(128, 256))
