@@ -27,7 +27,7 @@ def parse_count(name: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None or len(value) > _MOST_DIGITS:
+    if match is None or len(match.string) > _MOST_DIGITS:
         raise ConfigError(
             f"{name} must be a whole number such as 4096, 200k or 256K, got {value!r:.80}"
         )
