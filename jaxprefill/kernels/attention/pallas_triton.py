@@ -35,12 +35,12 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 from jaxprefill.kernels.attention.api import Attend, AttentionBackend, RaggedBatch
 from jaxprefill.kernels.attention.capabilities import CAUSAL, AttentionSpec, Capabilities
 from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, tile_capacity
+from jaxprefill.kernels.triton import MIN_DOT, Ref, dot, power_of_two
 
 _MASKED = -1e30
 # Running maxima start above what masks a key: where none is visible yet, weights are zero.
 _LOWEST, _LEAST_SUM = -1e20, 1e-30
 _LOG2_E = 1.4426950408889634
-_MIN_DOT = 16  # smallest side of a Triton dot
 _MAX_BLOCK_BYTES = 32768  # of keys: three blocks of keys and values fit in shared memory
 _WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 _MAX_SPLITS = 16
@@ -56,7 +56,6 @@ AttendToHeads = Callable[
     ],
     tuple[Float[Array, "T H D"], Shaped[Array, "2 K P S D"], Int32[Array, " counters"]],
 ]
-Ref = Any  # a Pallas reference: [index] loads and stores; jax has no public type for it
 Carry = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows D"]]
 
 
@@ -76,11 +75,11 @@ class _Sizes(NamedTuple):
 
     @property
     def padded_group(self) -> int:
-        return _power_of_two(self.group)
+        return power_of_two(self.group)
 
     @property
     def num_rows(self) -> int:
-        return max(self.tile_q * self.padded_group, _MIN_DOT)
+        return max(self.tile_q * self.padded_group, MIN_DOT)
 
     @property
     def score_scale(self) -> float:
@@ -155,10 +154,6 @@ class _Tile(NamedTuple):
     num_splits: Int32[Array, ""]  # splits that have any
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
-
-
 def _tile_shape(
     num_tokens: int, num_slots: int, max_context: int, *, page_size: int, is_decode: bool
 ) -> TileShape:
@@ -222,7 +217,7 @@ def _sizes(
     interpret: bool,
 ) -> _Sizes:
     kv_heads, _, page_size, dim = pool.shape[1:]
-    most = max(_MAX_BLOCK_BYTES // (dim * pool.dtype.itemsize), _MIN_DOT)
+    most = max(_MAX_BLOCK_BYTES // (dim * pool.dtype.itemsize), MIN_DOT)
     shape = shape._replace(block_k=min(shape.block_k, most))
     return _Sizes(
         tile_q=shape.tile_q,
@@ -276,7 +271,7 @@ def _num_splits(
     if context <= _MIN_SPLIT_BLOCKS * shape.block_k:
         return 1
     programs = max(num_tokens // shape.tile_q, 1) * kv_heads
-    return min(_power_of_two(max(_WANTED_PROGRAMS // programs, 1)), _MAX_SPLITS)
+    return min(power_of_two(max(_WANTED_PROGRAMS // programs, 1)), _MAX_SPLITS)
 
 
 def _launch(sizes: _Sizes, operands: _Operands) -> tuple[Array, ...]:
@@ -560,7 +555,7 @@ def _online_softmax(
 ) -> Carry:
     """One block of keys folded into running (max before the scale, sum, weighted values)."""
     (top, total, acc), scale = carry, sizes.scale
-    scores = _dot(queries, keys, trans_b=True)
+    scores = dot(queries, keys, trans_b=True)
     if sizes.spec.soft_cap is not None:  # the cap itself is part of the scale
         scores = jnp.tanh(scores * (sizes.score_scale / sizes.spec.soft_cap))
     if visible is not None:
@@ -568,15 +563,8 @@ def _online_softmax(
     new_top = jnp.maximum(top, scores.max(1))
     weights = jnp.exp2(scores * scale - (new_top * scale)[:, None])
     rescale = jnp.exp2((top - new_top) * scale)
-    acc = acc * rescale[:, None] + _dot(weights.astype(values.dtype), values)
+    acc = acc * rescale[:, None] + dot(weights.astype(values.dtype), values)
     return new_top, total * rescale + weights.sum(1), acc
-
-
-def _dot(
-    a: Shaped[Array, "m n"], b: Shaped[Array, "..."], *, trans_b: bool = False
-) -> Float[Array, "..."]:
-    """float32 sums; float32 operands are not rounded to TensorFloat-32."""
-    return plt.dot(a, b, trans_b=trans_b, precision=lax.Precision.HIGHEST)
 
 
 def _iota(length: int) -> Int32[Array, " length"]:

@@ -26,8 +26,8 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxprefill.kernels.attention.pallas_triton import count_arrival
 from jaxprefill.kernels.decoder_layer.api import LayerStream, LayerWeights
+from jaxprefill.kernels.triton import Ref, dot, power_of_two
 
-Ref = Any  # a Pallas reference: [index] loads and stores; jax has no public type for it
 Sums = tuple[Float32[Array, "a b"], ...]  # one, or gate and up
 
 
@@ -192,7 +192,7 @@ def num_arrivals(num_rows: int, outputs: int, tiles: GemmTiles) -> int:
 
 def num_parts(outputs: int, tiles: GemmTiles) -> int:
     """Columns of the sums of squares that a residual product leaves; spare ones are zero."""
-    return _power_of_two(outputs // tiles.block_n)
+    return power_of_two(outputs // tiles.block_n)
 
 
 def _launch(
@@ -277,7 +277,8 @@ def _products(
         ]
         pairs = [(weight, x) if tiles.is_swapped else (x, weight) for weight in weights]
         return tuple(
-            total + _dot(left, right) for total, (left, right) in zip(sums, pairs, strict=True)
+            total + dot(left, right, trans_b=True)
+            for total, (left, right) in zip(sums, pairs, strict=True)
         )
 
     zeros = tuple(jnp.zeros(gemm.sum_shape, jnp.float32) for _ in columns)
@@ -305,10 +306,6 @@ def _first_and_apart(block: Int32[Array, ""], gemm: _Gemm) -> tuple[Int32[Array,
     if gemm.kind == "rotated":  # the halves of one head
         return 2 * block * block_n, block_n
     return block * block_n, gemm.outputs
-
-
-def _dot(left: Float[Array, "a k"], right: Float[Array, "b k"]) -> Float32[Array, "a b"]:
-    return plt.dot(left, right, trans_b=True, precision=lax.Precision.HIGHEST)
 
 
 def _finish(
@@ -403,7 +400,3 @@ def _add_to_stream(
     @pl.when(block + num_blocks < squares.shape[1])
     def _() -> None:
         squares[rows, block + num_blocks] = jnp.zeros_like(total[:, 0])
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()

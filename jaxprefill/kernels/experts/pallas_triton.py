@@ -24,15 +24,14 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxprefill.kernels.experts.blocks import ExpertBlocks
+from jaxprefill.kernels.triton import MIN_DOT, Ref, dot, power_of_two
 
-_MIN_DOT = 16  # smallest side of a Triton dot
 _MAX_ROWS = 128
 _FEW_ROWS = 32  # up to so many rows a block the weights' bytes set the time
 NARROW_TOKENS = 512  # from so many tokens results are written in the weights' dtype
 
 # What comes of gate and up, element by element, in float32.
 Gate = Callable[[Float32[Array, "a b"], Float32[Array, "a b"]], Float32[Array, "a b"]]
-Ref = Any  # a Pallas reference: [index] loads and stores; jax has no public type for it
 
 
 class ExpertWeights(NamedTuple):
@@ -116,7 +115,7 @@ class GroupedExperts:
         """Rows of a block: about what an expert gets, but whole sides of a product."""
         mean = -(-num_choices // num_experts)
         most = _MAX_ROWS if mean > 2 * _MAX_ROWS else _MAX_ROWS // 2
-        return min(max(1 << (mean - 1).bit_length(), _MIN_DOT), most)
+        return min(max(power_of_two(mean), MIN_DOT), most)
 
     def __call__(self, x: Float[Array, "T E"], blocks: ExpertBlocks) -> Float[Array, "N B E"]:
         """What the experts make of their rows; blocks have `block_rows` rows."""
@@ -147,8 +146,8 @@ def lacks_grouped_experts(width: int, mlp_size: int, dtype: str, activation: str
     """The first need of the kernel that is not met, in words, or None."""
     if dtype not in ("bfloat16", "float32"):
         return f"takes bfloat16 and float32, not {dtype}"
-    if width % _MIN_DOT or mlp_size % _MIN_DOT:
-        return f"takes sizes that are multiples of {_MIN_DOT}, not {width} and {mlp_size}"
+    if width % MIN_DOT or mlp_size % MIN_DOT:
+        return f"takes sizes that are multiples of {MIN_DOT}, not {width} and {mlp_size}"
     if activation == "gelu":
         return "has no error function for gelu"
     return None
@@ -233,9 +232,7 @@ def _multiply(
             weight = operands.weight[depth, outputs]
         else:
             weight = operands.weight[outputs, pl.ds(index * block_k, block_k)]
-        return total + plt.dot(
-            x, weight, trans_b=not product.is_inputs_first, precision=lax.Precision.HIGHEST
-        )
+        return total + dot(x, weight, trans_b=not product.is_inputs_first)
 
     zeros = jnp.zeros((product.rows, width), jnp.float32)
     return lax.fori_loop(0, product.depth // block_k, step, zeros)

@@ -29,12 +29,11 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxprefill.kernels.attention import RaggedBatch
+from jaxprefill.kernels.triton import MIN_DOT, Ref, dot, power_of_two
 
-_MIN_DOT = 16  # smallest side of a Triton dot
 _SPARE = 32  # behind each list: where what is not kept is written
 _LOWEST = -(2**31)  # below every score as an integer
 _MAGNITUDE = 2**31 - 1  # all bits but the sign
-Ref = Any  # a Pallas reference: [index] loads and stores; jax has no public type for it
 # The bar and the length of each query's list.
 Lists = tuple[tuple[Float32[Array, ""], ...], tuple[Int32[Array, ""], ...]]
 
@@ -85,7 +84,7 @@ class _Sizes(NamedTuple):
     @property
     def room(self) -> int:
         """Length of a list."""
-        return _power_of_two(max(4 * self.top_k, self.top_k + 2 * self.growth))
+        return power_of_two(max(4 * self.top_k, self.top_k + 2 * self.growth))
 
     @property
     def growth(self) -> int:
@@ -131,7 +130,7 @@ class _Refs(NamedTuple):
 def lacks_choose_entries(heads: int, dim: int) -> str | None:
     """The first need of the kernel that is not met, in words, or None."""
     for name, size in (("heads", heads), ("dimensions", dim)):
-        if size < _MIN_DOT or size & (size - 1):
+        if size < MIN_DOT or size & (size - 1):
             return f"takes 16, 32, 64, ... {name} of an index, not {size}"
     return None
 
@@ -182,7 +181,7 @@ def choose_entries(
         functools.partial(_kernel, sizes=sizes),  # fresh: jax #40847
         grid=(groups, num_tiles),
         out_shape=[
-            jax.ShapeDtypeStruct((len(q), _power_of_two(sizes.top_k)), jnp.int32),
+            jax.ShapeDtypeStruct((len(q), power_of_two(sizes.top_k)), jnp.int32),
             jax.ShapeDtypeStruct((workspace,), jnp.float32),
             jax.ShapeDtypeStruct((workspace,), jnp.int32),
         ],
@@ -287,7 +286,7 @@ def _score_block(
     keys = operands.keys[(page + operands.first_page[0]) * sizes.page_rows + row, :]
     lengths: list[Int32[Array, ""]] = []
     for index, (bar, length) in enumerate(zip(*lists, strict=True)):
-        dots = plt.dot(program.q[index], keys, trans_b=True, precision=lax.Precision.HIGHEST)
+        dots = dot(program.q[index], keys, trans_b=True)
         score = (jnp.maximum(dots, 0.0) * program.weights[index][:, None]).sum(0)
         score = jnp.where(score == 0, 0.0, score)  # -0 is not less than 0
         is_new = (score > bar) & (entry < program.seen[index])
@@ -356,7 +355,7 @@ def _finish(
     def _() -> None:
         _cut(refs, program.lists[index], sizes, jnp.float32(0), length)
         _wait_for_stores(sizes)
-        padded = _power_of_two(sizes.top_k)
+        padded = power_of_two(sizes.top_k)
         entry = refs.entries[pl.ds(program.lists[index], padded)]
         is_there = lax.iota(jnp.int32, padded) < jnp.minimum(length, sizes.top_k)
         refs.chosen[row, :] = jnp.where(is_there, entry, sizes.num_entries)
@@ -390,7 +389,3 @@ def _wait_for_stores(sizes: _Sizes) -> None:
     """All threads of the program see what any has stored so far."""
     if not sizes.interpret:  # one thread
         plt.debug_barrier()
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
