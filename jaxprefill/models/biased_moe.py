@@ -7,20 +7,19 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.device import product_precision
-from jaxprefill.kernels.experts import ExpertWeights, GroupedExperts
+from jaxprefill.kernels.experts import ExpertWeights, Gate
 from jaxprefill.models.layers import linear, parameter
-from jaxprefill.models.moe import expert_weight, route, run_experts
+from jaxprefill.models.moe import RoutedExperts, expert_weight, route
 from jaxprefill.models.sharding import all_reduce
 from jaxprefill.moe_config import MoeConfig
 
 
-class BiasedMoe(nnx.Module):
+class BiasedMoe(RoutedExperts):
     """Router and experts of one layer, in the place of `MoeMlp`."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, dtype: jnp.dtype) -> None:
@@ -42,30 +41,20 @@ class BiasedMoe(nnx.Module):
         with jax.named_scope("moe.router"):
             logits = linear(normed, self.router[...]) + self.router_bias[...]
             routing = route(logits, self.moe)
-        made = run_experts(
-            normed,
-            routing,
-            num_tokens,
-            self.moe.num_experts,
-            self._expert,
-            grouped=self._grouped(),
-        )
-        return all_reduce(made, self.config)
+        return all_reduce(self._run(normed, routing, num_tokens), self.config)
 
-    def _grouped(self) -> GroupedExperts | None:
-        if self.config.kernels == "xla":
-            return None
-        weights = ExpertWeights(
+    def _gate(self) -> Gate:
+        return partial(clamped_glu, moe=self.moe)
+
+    def _weights(self) -> ExpertWeights:
+        return ExpertWeights(
             self.gate_up[...], self.down[...], self.gate_up_bias[...], self.down_bias[...]
-        )
-        return GroupedExperts(
-            weights, partial(clamped_glu, moe=self.moe), bias_share=1 / self.config.num_shards
         )
 
     def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
         pairs = _product(rows, expert_weight(self.gate_up[...], expert))
         pairs = (pairs + expert_weight(self.gate_up_bias[...], expert)).reshape(len(rows), -1, 2)
-        gated = clamped_glu(pairs[..., 0], pairs[..., 1], self.moe)
+        gated = self._gate()(pairs[..., 0], pairs[..., 1])
         # Devices add up their parts: each adds its share of the bias.
         bias = (
             expert_weight(self.down_bias[...], expert).astype(jnp.float32) / self.config.num_shards

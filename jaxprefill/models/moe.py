@@ -18,6 +18,7 @@ from jaxprefill.config import KernelKind, ModelConfig
 from jaxprefill.kernels.experts import (
     ExpertBlocks,
     ExpertWeights,
+    Gate,
     GroupedExperts,
     block_rows,
     combine,
@@ -25,7 +26,7 @@ from jaxprefill.kernels.experts import (
     plan_blocks,
 )
 from jaxprefill.models.decoder import Fused
-from jaxprefill.models.layers import WeightByLayer, gated, gated_mlp, linear, parameter
+from jaxprefill.models.layers import WeightByLayer, gated, linear, parameter
 from jaxprefill.models.sharding import all_reduce
 from jaxprefill.moe_config import MoeConfig
 
@@ -135,8 +136,46 @@ def expert_weight(
     return weight.apply(pick) if isinstance(weight, WeightByLayer) else pick(weight)
 
 
-class MoeMlp(nnx.Module):
-    """Router and experts, each a gated MLP, of one layer."""
+class RoutedExperts(nnx.Module):
+    """A layer's experts, each a gated MLP with its outputs first, behind whatever router."""
+
+    config: ModelConfig
+    moe: MoeConfig
+    gate_up: nnx.Param[Array]
+    down: nnx.Param[Array]
+
+    def _run(
+        self, normed: Float[Array, "T E"], routing: Routing, num_tokens: Int32[Array, ""]
+    ) -> Float[Array, "T E"]:
+        """What this device's part of the chosen experts gives together."""
+        return run_experts(
+            normed,
+            routing,
+            num_tokens,
+            self.moe.num_experts,
+            self._expert,
+            grouped=None if self.config.kernels == "xla" else self._grouped(),
+        )
+
+    def _gate(self) -> Gate:
+        return partial(gated, activation=self.config.activation)
+
+    def _weights(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_up[...], self.down[...])
+
+    def _grouped(self) -> GroupedExperts:
+        # Devices add up their parts: each adds its share of the biases, if there are any.
+        share = 1 / self.config.num_shards
+        return GroupedExperts(self._weights(), self._gate(), bias_share=share)
+
+    def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
+        gate_up = linear(rows, expert_weight(self.gate_up[...], expert, num_parts=2))
+        made = self._gate()(*jnp.split(gate_up.astype(jnp.float32), 2, axis=-1))
+        return linear(made, expert_weight(self.down[...], expert))
+
+
+class MoeMlp(RoutedExperts):
+    """Router and experts of one layer."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, dtype: jnp.dtype) -> None:
         """`gate_up` stacks gate and up of expert 0, of expert 1, and so on."""
@@ -153,26 +192,7 @@ class MoeMlp(nnx.Module):
         """What the MLP adds to the residual stream; only the first `num_tokens` rows count."""
         with jax.named_scope("moe.router"):
             routing = route(linear(normed, self.router[...]), self.moe)
-        made = run_experts(
-            normed,
-            routing,
-            num_tokens,
-            self.moe.num_experts,
-            self._expert,
-            grouped=self._grouped(),
-        )
-        return all_reduce(made, self.config)
-
-    def _grouped(self) -> GroupedExperts | None:
-        if self.config.kernels == "xla":
-            return None
-        weights = ExpertWeights(self.gate_up[...], self.down[...])
-        return GroupedExperts(weights, partial(gated, activation=self.config.activation))
-
-    def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
-        gate_up = linear(rows, expert_weight(self.gate_up[...], expert, num_parts=2))
-        made = gated_mlp(gate_up, self.config.activation)
-        return linear(made, expert_weight(self.down[...], expert))
+        return all_reduce(self._run(normed, routing, num_tokens), self.config)
 
 
 def expert_sources(name: str, num_experts: int) -> dict[str, Fused]:

@@ -3,6 +3,7 @@
 from jaxprefill.kernels.experts.blocks import ExpertBlocks, block_rows, combine, plan_blocks
 from jaxprefill.kernels.experts.pallas_triton import (
     ExpertWeights,
+    Gate,
     GroupedExperts,
     lacks_grouped_experts,
 )
@@ -10,6 +11,7 @@ from jaxprefill.kernels.experts.pallas_triton import (
 __all__ = [
     "ExpertBlocks",
     "ExpertWeights",
+    "Gate",
     "GroupedExperts",
     "block_rows",
     "combine",

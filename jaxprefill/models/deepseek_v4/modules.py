@@ -11,12 +11,11 @@ from jaxtyping import Array, Float, Int32
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.device import product_precision
-from jaxprefill.kernels.experts import ExpertWeights, GroupedExperts
+from jaxprefill.kernels.experts import Gate
 from jaxprefill.latent_config import LatentConfig, LayerKind
 from jaxprefill.models.layers import linear, parameter, rms_norm, unit_rms
-from jaxprefill.models.moe import expert_weight, route, run_experts
+from jaxprefill.models.moe import RoutedExperts, route
 from jaxprefill.models.sharding import all_reduce, look_up
-from jaxprefill.moe_config import MoeConfig
 
 _EXACT = jnp.dtype(jnp.float32)  # small weights that stay exact whatever the model's dtype
 
@@ -255,7 +254,7 @@ class LatentAttention(nnx.Module):
         return made.reshape(len(attended), -1)
 
 
-class HashedMoe(nnx.Module):
+class HashedMoe(RoutedExperts):
     """Experts chosen by score, or in the first layers by token id, and one that sees all tokens."""
 
     def __init__(self, config: ModelConfig, *, is_hashed: bool, dtype: jnp.dtype) -> None:
@@ -278,27 +277,16 @@ class HashedMoe(nnx.Module):
         self, normed: Float[Array, "T E"], ids: Int32[Array, " T"], num_tokens: Int32[Array, ""]
     ) -> Float[Array, "T E"]:
         """What the experts give together; padding tokens reach the shared one alone."""
-        moe: MoeConfig = self.moe
         limit = latent_of(self.config).swiglu_limit
         logits = linear(normed, self.router[...])
         if self.is_hashed:
             chosen = look_up(self.table[...], ids, self.config).astype(jnp.int32)
-            routing = route(logits, moe, chosen=chosen)
+            routing = route(logits, self.moe, chosen=chosen)
         else:
-            routing = route(logits, moe, bias=self.bias[...])
+            routing = route(logits, self.moe, bias=self.bias[...])
         shared = clamped_mlp(linear(normed, self.shared_gate_up[...]), limit)
-        routed = run_experts(
-            normed, routing, num_tokens, moe.num_experts, self._expert, grouped=self._grouped()
-        )
+        routed = self._run(normed, routing, num_tokens)
         return all_reduce(routed + linear(shared, self.shared_down[...]), self.config)
 
-    def _expert(self, rows: Float[Array, "B E"], expert: Int32[Array, ""]) -> Float[Array, "B E"]:
-        gate_up = linear(rows, expert_weight(self.gate_up[...], expert, num_parts=2))
-        made = clamped_mlp(gate_up, latent_of(self.config).swiglu_limit)
-        return linear(made, expert_weight(self.down[...], expert))
-
-    def _grouped(self) -> GroupedExperts | None:
-        if self.config.kernels == "xla":
-            return None
-        weights = ExpertWeights(self.gate_up[...], self.down[...])
-        return GroupedExperts(weights, partial(clamped, limit=latent_of(self.config).swiglu_limit))
+    def _gate(self) -> Gate:
+        return partial(clamped, limit=latent_of(self.config).swiglu_limit)
