@@ -15,7 +15,7 @@ from jaxprefill.counters import EngineCounters
 from jaxprefill.decode.runner import DecodeRunner
 from jaxprefill.device_state import DeviceState, StateShapes
 from jaxprefill.kernels.attention import pool_dtype
-from jaxprefill.models.sharding import place, replicated, specs_of
+from jaxprefill.models.sharding import make_mesh, place, replicated, specs_of
 from jaxprefill.models.stacks import (
     can_view,
     largest_stack_bytes,
@@ -24,7 +24,7 @@ from jaxprefill.models.stacks import (
     stacked_shapes,
     weight_bytes,
 )
-from jaxprefill.models.tree import Leaves, ModelTree
+from jaxprefill.models.tree import Leaves, ModelTree, model_tree
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.buckets import BucketLadder, ShapeKey
 from jaxprefill.prefill.compiler import Compiled, CompileJob
@@ -56,6 +56,13 @@ class Assembly:
         self.num_valid = min(num_valid, plan.model.vocab_size)
         self._has_stacks = self._can_stack()
         self.shapes = self._state_shapes()
+
+    @classmethod
+    def of(cls, plan: EnginePlan, *, num_valid: int) -> "Assembly":
+        """Over the devices and with the kernels that the plan names."""
+        mesh = make_mesh(plan.config.tensor_parallel_size)
+        tree = model_tree(plan.model, plan.dtype, mesh, kernels=plan.kernels)
+        return cls(plan, tree, mesh, num_valid=num_valid)
 
     def jobs(self) -> list[CompileJob]:
         """Every executable the engine will ever run."""

@@ -22,8 +22,7 @@ from jaxprefill.kernels.self_check import (
     check_products,
 )
 from jaxprefill.models.decoder import attention_specs
-from jaxprefill.models.sharding import make_mesh
-from jaxprefill.models.tree import Leaves, model_tree
+from jaxprefill.models.tree import Leaves
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import (
     AUTOTUNE,
@@ -152,10 +151,9 @@ def prepare(checkpoint: Checkpoint, plan: EnginePlan) -> Assembly:
     check_names(checkpoint)  # at once, as shapes below: reading ends after the compilations
     if plan.config.compile_cache != "off":
         use_compilation_cache(plan.config.compile_cache)
-    mesh = make_mesh(plan.config.tensor_parallel_size)
-    tree = model_tree(plan.model, plan.dtype, mesh, kernels=plan.kernels)
-    check_shapes(checkpoint, tree)
-    return Assembly(plan, tree, mesh, num_valid=checkpoint.tokenizer.vocab_size)
+    assembly = Assembly.of(plan, num_valid=checkpoint.tokenizer.vocab_size)
+    check_shapes(checkpoint, assembly.tree)
+    return assembly
 
 
 def obtain(

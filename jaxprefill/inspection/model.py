@@ -19,8 +19,6 @@ from jaxprefill.inspection.calls import Calls
 from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
 from jaxprefill.inspection.thunks import THUNK_DUMPS
 from jaxprefill.kernels.device import DeviceInfo, describe_device, known_rates, measure_rates
-from jaxprefill.models.sharding import make_mesh
-from jaxprefill.models.tree import model_tree
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import (
@@ -186,9 +184,7 @@ def full_batch(plan: EnginePlan, key: ShapeKey, *, is_decode: bool) -> Batch:
 
 def plan_jobs(plan: EnginePlan, num_valid: int) -> list[CompileJob]:
     """Every job of an engine; `num_valid` ids may be sampled."""
-    mesh = make_mesh(plan.config.tensor_parallel_size)
-    tree = model_tree(plan.model, plan.dtype, mesh, kernels=plan.kernels)
-    return Assembly(plan, tree, mesh, num_valid=num_valid).jobs()
+    return Assembly.of(plan, num_valid=num_valid).jobs()
 
 
 def chip_of(device: DeviceInfo) -> Chip:

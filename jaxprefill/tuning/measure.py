@@ -15,8 +15,6 @@ from jaxprefill.assembly import Assembly
 from jaxprefill.batch import Batch, BatchRow
 from jaxprefill.device_state import DeviceState
 from jaxprefill.errors import ConfigError
-from jaxprefill.models.sharding import make_mesh
-from jaxprefill.models.tree import model_tree
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.buckets import ShapeKey
 from jaxprefill.prefill.compiler import CPU_OPTIONS, GPU_OPTIONS, ExecutableRecord, compile_all
@@ -65,15 +63,14 @@ class ShapeMeasurer:
                 "which has none"
             )
         check_names(checkpoint)
-        mesh = make_mesh(plan.config.tensor_parallel_size)
-        tree = model_tree(plan.model, plan.dtype, mesh, kernels=plan.kernels)
-        check_shapes(checkpoint, tree)
+        assembly = Assembly.of(plan, num_valid=checkpoint.tokenizer.vocab_size)
+        check_shapes(checkpoint, assembly.tree)
         self._plan = plan
         self._known: dict[ShapeKey, tuple[Executable, Batch, int]] = {}
         self._on_compiled = on_compiled or _ignore
         self._on_measured = on_measured or _ignore
-        self._assembly = Assembly(plan, tree, mesh, num_valid=checkpoint.tokenizer.vocab_size)
-        self._state = self._assembly.allocate(load_leaves(checkpoint, tree))
+        self._assembly = assembly
+        self._state = assembly.allocate(load_leaves(checkpoint, assembly.tree))
 
     def measure(self, buckets: Sequence[int]) -> list[BucketCost]:
         """Compiles each bucket and takes the least time of a full step.
