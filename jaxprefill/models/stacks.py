@@ -24,13 +24,11 @@ _INT64_BYTES = 8
 _ALIGNMENT = 128  # bytes: XLA has operands of a GPU begin at multiples (kEntryParameterAlignBytes)
 
 
-def stack_names(tree: ModelTree) -> tuple[str, ...]:
-    """Of a stacked pass's operands: the leaves outside layers, and the layers' parameters."""
-    return tuple(dict.fromkeys(map(_stack_name, tree.paths)))
-
-
 def stacked_shapes(tree: ModelTree) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of the same; the layers must be of one form, on one device."""
+    """Of a stacked pass's operands: the leaves outside layers, and the layers' parameters.
+
+    The layers must be of one form, on one device.
+    """
     shapes, parts = _by_name(tree, tree.shapes), layer_parts(tree)
     return tuple(
         _stack_shape(shape, len(parts[name])) if name in parts else shape
@@ -60,7 +58,7 @@ def weight_bytes(tree: ModelTree) -> int:
 
 def spread(tree: ModelTree, stacked: Leaves) -> Leaves:
     """The tree's leaves with the whole stack in each layer's place: kernels pick the layer."""
-    by_name = dict(zip(stack_names(tree), stacked, strict=True))
+    by_name = dict(zip(_by_name(tree, tree.shapes), stacked, strict=True))
     return tuple(by_name[_stack_name(path)] for path in tree.paths)
 
 
@@ -79,7 +77,7 @@ def stack_leaves(
         for layer, index in enumerate(indices):
             found[index] = view(by_name[name], layer)
             own[layer].delete()
-    return tuple(found), tuple(by_name[name] for name in stack_names(tree))
+    return tuple(found), tuple(by_name.values())
 
 
 def can_view(tree: ModelTree, device: Any) -> bool:
