@@ -168,8 +168,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     slots = min(config.full_prefill_max_req or max_running, max_running)
     row_counts = _row_counts(max_running, dtype, is_cpu=is_cpu) if model.has_lm_head else ()
     eager_buckets = coarse_buckets(buckets[-1], factor=16 if is_cpu else 4)
-    step = (buckets[-1], max_running)
-    num_pages, num_recent = _resolve_pages(config, share, step, device, dtype)
+    spec, step = model_class(share).cache_spec(share), (buckets[-1], max_running)
+    num_pages, num_recent = _resolve_pages(config, share, spec, step, device, dtype)
     return EnginePlan(
         config=config,
         model=model,
@@ -179,7 +179,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         context_length=context,
         chunked_prefill_size=buckets[-1],
         max_running=max_running,
-        cache_spec=model_class(share).cache_spec(share),
+        cache_spec=spec,
         num_pages=num_pages,
         num_recent=num_recent,
         ladder=BucketLadder(buckets, slots, max_contexts),
@@ -304,6 +304,7 @@ def _resolve_buckets(config: EngineConfig, reach: int, *, is_cpu: bool) -> tuple
 def _resolve_pages(
     config: EngineConfig,
     share: ModelConfig,
+    spec: CacheSpec,
     step: tuple[int, int],
     device: DeviceInfo,
     dtype: jnp.dtype,
@@ -313,7 +314,6 @@ def _resolve_pages(
     As asked, 16384 tokens on CPU, or a part of each device's memory.
     """
     tokens = config.kv_cache_tokens or 16384
-    spec = model_class(share).cache_spec(share)
     _check_page_size(config, spec)
     num_recent = spec.all_recent_pages(config.page_size, *step)
     recent_bytes = spec.page_bytes(config.page_size, dtype.itemsize, is_recent=True)
