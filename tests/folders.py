@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import processors
 
+from jaxprefill.models.sharding import make_mesh
+from jaxprefill.models.tree import model_tree
+from jaxprefill.weights.load import check_names, check_shapes, load_leaves
 from tests.tiny import TEMPLATE, TinyCheckpoint
 
 
@@ -77,3 +81,14 @@ def write_folder(
         placed |= dict.fromkeys(part, file)
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": placed})
     return folder
+
+
+def assert_parameters_are(found, wanted, dtype):
+    """Whether a checkpoint gives the same parameters as another, to the bit."""
+    check_names(found)
+    tree = model_tree(found.config, jnp.dtype(dtype), make_mesh())
+    check_shapes(found, tree)
+    for path, one, other in zip(
+        tree.paths, load_leaves(found, tree), load_leaves(wanted, tree), strict=True
+    ):
+        np.testing.assert_array_equal(one, other, err_msg=path)

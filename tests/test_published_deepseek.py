@@ -2,7 +2,6 @@
 
 import json
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,12 +10,9 @@ from safetensors.numpy import save_file
 from jaxprefill.errors import CheckpointError
 from jaxprefill.models.deepseek_v4.hf import read_deepseek
 from jaxprefill.models.registry import read_config
-from jaxprefill.models.sharding import make_mesh
-from jaxprefill.models.tree import model_tree
 from jaxprefill.weights.block_scales import dequantize
 from jaxprefill.weights.huggingface import HuggingFaceCheckpoint
-from jaxprefill.weights.load import check_names, check_shapes, load_leaves
-from tests.folders import write_json, write_tokenizer
+from tests.folders import assert_parameters_are, write_json, write_tokenizer
 from tests.test_deepseek_v4 import checkpoint, fixture_config
 from tests.tiny import TensorsCheckpoint
 
@@ -131,13 +127,7 @@ def assert_leaves_are(folder, weights):
     """Whether the folder gives the same parameters as these tensors."""
     found, wanted = HuggingFaceCheckpoint(folder), TensorsCheckpoint(checkpoint().config, weights)
     assert found.config == wanted.config
-    check_names(found)
-    tree = model_tree(found.config, jnp.dtype(jnp.float32), make_mesh())
-    check_shapes(found, tree)
-    for path, one, other in zip(
-        tree.paths, load_leaves(found, tree), load_leaves(wanted, tree), strict=True
-    ):
-        np.testing.assert_array_equal(one, other, err_msg=path)
+    assert_parameters_are(found, wanted, "float32")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from jaxprefill.models.registry import read_config
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.weights.huggingface import HuggingFaceCheckpoint
-from jaxprefill.weights.load import check_names, check_shapes, load_leaves
-from tests.folders import write_json, write_tokenizer
+from tests.folders import assert_parameters_are, write_json, write_tokenizer
 from tests.oracle.cases import CASES
 from tests.tiny import TensorsCheckpoint
 
@@ -65,13 +64,7 @@ def test_experts_in_mxfp4_are_what_they_stand_for(tmp_path):
     found = open_model(tmp_path, stored)
     wanted = TensorsCheckpoint(found.config, weights)
     write_tokenizer(tmp_path, wanted)
-    check_names(found)
-    tree = model_tree(found.config, jnp.dtype(jnp.bfloat16), make_mesh())
-    check_shapes(found, tree)
-    for path, one, other in zip(
-        tree.paths, load_leaves(found, tree), load_leaves(wanted, tree), strict=True
-    ):
-        np.testing.assert_array_equal(one, other, err_msg=path)
+    assert_parameters_are(found, wanted, "bfloat16")
 
 
 @pytest.mark.parametrize(
