@@ -7,7 +7,8 @@ DeepSeek-V4-Flash's shapes, compiled: bytes are the compiler's own. On a GPU the
 on random numbers, for the last tokens of a request as long as max context: `ms`, the best of three.
 *materialised* keeps the indexer's logits of all tokens and entries (4 bytes x tokens x context / 4,
 as SGLang does), *streaming* those of one tile and block, and *pallas_triton*, on a GPU, does so in
-a kernel. `context_temp_bytes` is what exceeds the same layer at a context of 4096.
+a kernel and attends in another. `context_temp_bytes` is what exceeds the same layer at a context of
+4096.
 """
 
 import argparse
@@ -30,13 +31,13 @@ from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.attention.tiles import tile_capacity
 from jaxprefill.latent_config import LatentConfig
 from jaxprefill.models.decoder import LayerInputs
-from jaxprefill.models.deepseek_v4.choose import TopKVariant
+from jaxprefill.models.deepseek_v4.choose import CoreVariant
 from jaxprefill.models.deepseek_v4.layer import DeepseekV4Layer, cache_spec
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.moe_config import MoeConfig
 from jaxprefill.prefill.compiler import CPU_OPTIONS
 
-VARIANTS: tuple[TopKVariant, ...] = ("materialised", "streaming", "pallas_triton")
+VARIANTS: tuple[CoreVariant, ...] = ("materialised", "streaming", "pallas_triton")
 LINE = (
     "{variant:13} {tokens:6} tokens, max context {max_context:8}: {temp_bytes:11} bytes, "
     "of context {context_temp_bytes:11}"
@@ -63,7 +64,7 @@ def flash_config(context: int) -> ModelConfig:
 
 
 def traced_layer(
-    variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str
+    variant: CoreVariant, tokens: int, context: int, max_context: int, dtype: str
 ) -> tuple[jax.stages.Traced, tuple]:
     """(the attention of one layer, traced; the shapes of its arguments)."""
     config, kind = flash_config(context), jnp.dtype(dtype)
@@ -72,7 +73,7 @@ def traced_layer(
 
     def attend(state, pools, normed, inputs):
         own = nnx.merge(graph, state)
-        own.top_k_variant = variant
+        own.core_variant = variant
         return own.attend(normed, pools, jnp.int32(0), inputs)
 
     spec, pages = cache_spec(config), context // PAGE
@@ -84,7 +85,7 @@ def traced_layer(
 
 @cache
 def compiled_layer(
-    variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str
+    variant: CoreVariant, tokens: int, context: int, max_context: int, dtype: str
 ) -> tuple[jax.stages.Compiled, tuple]:
     """The same for this process's device."""
     traced, arguments = traced_layer(variant, tokens, context, max_context, dtype)
@@ -94,14 +95,14 @@ def compiled_layer(
 
 
 def temp_bytes(
-    variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str = "float32"
+    variant: CoreVariant, tokens: int, context: int, max_context: int, dtype: str = "float32"
 ) -> int:
     """What the compiler plans beside arguments and results."""
     layer, _ = compiled_layer(variant, tokens, context, max_context, dtype)
     return layer.memory_analysis().temp_size_in_bytes
 
 
-def run_ms(variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str) -> float:
+def run_ms(variant: CoreVariant, tokens: int, context: int, max_context: int, dtype: str) -> float:
     """The quickest of some passes over the last tokens of one request of `max_context`."""
     layer, (state, pools, normed, inputs) = compiled_layer(
         variant, tokens, context, max_context, dtype
@@ -162,7 +163,7 @@ def input_shapes(tokens: int, max_context: int) -> LayerInputs:
 
 
 def row(
-    variant: TopKVariant, tokens: int, context: int, max_context: int, dtype: str
+    variant: CoreVariant, tokens: int, context: int, max_context: int, dtype: str
 ) -> dict[str, str | int | float]:
     """One measurement."""
     found = temp_bytes(variant, tokens, context, max_context, dtype)

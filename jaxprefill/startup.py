@@ -15,10 +15,12 @@ from jaxprefill.compat import no_compilation_cache, use_compilation_cache
 from jaxprefill.core import EngineCore
 from jaxprefill.fingerprint import engine_facts
 from jaxprefill.kernels.attention.xla import XLA
+from jaxprefill.kernels.latent_attention import lacks_attend_latent
 from jaxprefill.kernels.self_check import (
     check_attention,
     check_choice,
     check_experts,
+    check_latent_attention,
     check_products,
 )
 from jaxprefill.models.decoder import attention_specs
@@ -227,8 +229,10 @@ def check_kernels(plan: EnginePlan) -> None:
         check_products(plan.dtype)
     if plan.kernels == "pallas_triton":
         check_experts(plan.dtype)
-        if model.latent is not None:
+        if model.latent is not None and lacks_attend_latent(model.head_dim) is None:
             check_choice(plan.dtype)
+            num_heads = model.num_q_heads // plan.config.tensor_parallel_size
+            check_latent_attention(plan.dtype, num_heads=num_heads, dim=model.head_dim)
 
 
 def _identity(plan: EnginePlan) -> str:

@@ -82,7 +82,6 @@ def test_grouped_experts_equal_the_loop_and_poisoned_padding_reaches_none(kind, 
         ("qwen3_moe", 8192, jnp.bfloat16, (128, 8, 2048, 768)),
         ("qwen3_moe", 1, jnp.float32, (128, 8, 2048, 768)),
         ("gpt_oss", 256, jnp.bfloat16, (128, 4, 2880, 2880)),
-        ("deepseek_v4", 2048, jnp.bfloat16, (256, 6, 4096, 2048)),
     ],
 )
 def test_a_layer_of_experts_is_two_kernels_and_no_loop_on_cuda(kind, num_tokens, dtype, sizes):
@@ -92,8 +91,7 @@ def test_a_layer_of_experts_is_two_kernels_and_no_loop_on_cuda(kind, num_tokens,
 
     def layer(state, rows, count):
         module = nnx.merge(graph, state)
-        ids = [jnp.zeros(num_tokens, jnp.int32)] if kind == "deepseek_v4" else []
-        return module(rows, *ids, count)
+        return module(rows, count)
 
     rows = jax.ShapeDtypeStruct((num_tokens, sizes["width"]), jnp.float32)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")

@@ -1,6 +1,7 @@
 """The check at start-up says which kernel is wrong, and passes those that are right."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +12,7 @@ from jaxprefill.kernels.attention.capabilities import AttentionSpec
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import gemm
 from jaxprefill.kernels.experts import pallas_triton
+from jaxprefill.kernels.latent_attention import pallas_triton as latent
 from jaxprefill.kernels.top_k import pallas_triton as top_k
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -58,6 +60,15 @@ def test_wrong_experts_are_named(monkeypatch):
     monkeypatch.setattr(pallas_triton, "_apart", lambda total: apart(total * 1.01))
     with pytest.raises(KernelError, match="pallas_triton experts"):
         self_check.check_experts(FLOAT32, interpret=True)
+
+
+@pytest.mark.slow
+def test_wrong_latent_attention_is_named(monkeypatch):
+    check = partial(self_check.check_latent_attention, num_heads=2, dim=16, interpret=True)
+    check(jnp.dtype("bfloat16"))
+    monkeypatch.setattr(latent, "_LOG2_E", 1.45)
+    with pytest.raises(KernelError, match=r"pallas_triton latent attention.*float32.*within"):
+        check(FLOAT32)
 
 
 @pytest.mark.slow

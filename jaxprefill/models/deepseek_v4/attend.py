@@ -1,7 +1,8 @@
-"""The attention core over pages, tile by tile: memory grows with a tile, not with the batch.
+"""The attention core over pages: in a kernel, for GPUs, or in plain JAX, tile by tile.
 
-A tile is up to `tile_q` new tokens of one request. They share the window's keys and the blocks of
-heavily compressed entries; the entries that an indexer chose are each query's own.
+The plain one needs memory for a tile, not for the batch. A tile is up to `tile_q` new tokens of
+one request. They share the window's keys and the blocks of heavily compressed entries; the entries
+that an indexer chose are each query's own.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.device import product_precision
+from jaxprefill.kernels.latent_attention import LatentKeys, attend_latent
 from jaxprefill.models.deepseek_v4.pages import PagedPool, recent_table
 
 _LOWEST = -1e30
@@ -99,6 +101,61 @@ class Softmax(NamedTuple):
     def finish(self) -> Float[Array, "q H D"]:
         """The weighted mean of the values."""
         return self.value / self.total[..., None]
+
+
+class Seen(NamedTuple):
+    """What a layer's queries see.
+
+    Attributes:
+        reach: tokens of the window, a query's own among them.
+        entries: compressed ones, each of which stands for `rate` tokens; None: none.
+    """
+
+    window: PagedPool
+    reach: int
+    entries: PagedPool | None = None
+    rate: int = 1
+
+
+def attend_tile(
+    q: Float[Array, "q H D"],
+    seen: Seen,
+    sinks: Float[Array, " H"],
+    tile: Tile,
+    *,
+    chosen: Int32[Array, "q k"] | None = None,
+) -> Float[Array, "q H D"]:
+    """Attention of one tile in plain JAX; `chosen`: each query's own entries, None: all."""
+    sums = fold_window(Softmax.begin(q, sinks), q, tile, seen.window, seen.reach)
+    if seen.entries is not None and chosen is not None:
+        sums = fold_chosen(sums, q, tile, seen.entries, chosen, seen.rate)
+    elif seen.entries is not None:
+        sums = fold_entries(sums, q, tile, seen.entries, seen.rate)
+    return sums.finish()
+
+
+def attend_in_kernel(
+    q: Float[Array, "T H D"],
+    seen: Seen,
+    sinks: Float[Array, " H"],
+    batch: RaggedBatch,
+    tile_q: int,
+    *,
+    chosen: Int32[Array, "T k"] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "T H D"]:
+    """The same of all tokens, where entries come before what stands for none in each row.
+
+    Rows of padding hold anything; `interpret` runs it on any device.
+    """
+    keys = LatentKeys(
+        window=seen.window.entries(),
+        recent_table=recent_table(batch),
+        reach=seen.reach,
+        entries=None if seen.entries is None else seen.entries.entries(seen.rate),
+        chosen=chosen,
+    )
+    return attend_latent(q, keys, sinks, batch, tile_q=tile_q, interpret=interpret)
 
 
 def fold_window(

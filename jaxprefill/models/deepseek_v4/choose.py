@@ -15,13 +15,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxprefill.kernels.attention import RaggedBatch
-from jaxprefill.kernels.attention.api import as_numbers
-from jaxprefill.kernels.top_k import EntryPages, choose_entries
+from jaxprefill.kernels.top_k import choose_entries
 from jaxprefill.models.deepseek_v4.attend import Tile, read_entries, tile_of
 from jaxprefill.models.deepseek_v4.modules import index_scores
 from jaxprefill.models.deepseek_v4.pages import PagedPool
 
-TopKVariant = Literal["streaming", "materialised", "pallas_triton"]
+# How a layer chooses; the last also attends in a kernel.
+CoreVariant = Literal["streaming", "materialised", "pallas_triton"]
 SCORE_BLOCK = 1024  # entries that are scored at once
 
 IndexQuery = tuple[Float[Array, "q I D"], Float[Array, "q I"]]  # queries, head weights
@@ -106,8 +106,7 @@ def choose_in_kernel(
 
     `query` has every token's; `interpret` runs it on any device.
     """
-    keys, first_page, page_size = choice.keys
-    pages = EntryPages(as_numbers(keys[0, 0]), first_page, page_size, choice.rate)
+    pages = choice.keys.entries(choice.rate)
     return choose_entries(
         *query, pages, batch, top_k=choice.top_k, tile_q=tile_q, interpret=interpret
     )

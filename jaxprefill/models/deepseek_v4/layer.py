@@ -12,19 +12,19 @@ from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.attention.api import Attend
 from jaxprefill.kernels.attention.tiles import NO_ROW
+from jaxprefill.kernels.latent_attention import lacks_attend_latent
 from jaxprefill.kernels.top_k import lacks_choose_entries
 from jaxprefill.models.decoder import LayerInputs, Pools
 from jaxprefill.models.deepseek_v4.attend import (
-    Softmax,
+    Seen,
     Tile,
+    attend_in_kernel,
+    attend_tile,
     by_tile,
-    fold_chosen,
-    fold_entries,
-    fold_window,
 )
 from jaxprefill.models.deepseek_v4.choose import (
     Choice,
-    TopKVariant,
+    CoreVariant,
     choose_in_kernel,
     choose_materialised,
     choose_streaming,
@@ -43,6 +43,14 @@ from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.models.sharding import all_reduce
 
 _SUMS = 3  # top, total, value of a softmax in the making
+
+
+def choose_core(config: ModelConfig) -> CoreVariant:
+    """How the attention core of one device's part runs: all layers alike."""
+    latent = latent_of(config)
+    lack = lacks_attend_latent(config.head_dim)
+    lack = lack or lacks_choose_entries(latent.index_heads, latent.index_dim)
+    return "streaming" if config.kernels == "xla" or lack else "pallas_triton"
 
 
 def cache_spec(config: ModelConfig) -> CacheSpec:
@@ -99,10 +107,7 @@ class DeepseekV4Layer(nnx.Module):
         self.attention = LatentAttention(config, self.kind, dtype)
         self.mlp_mixing = HyperConnection(config)
         self.moe = HashedMoe(config, is_hashed=latent.hash_layers[index], dtype=dtype)
-        is_plain = config.kernels == "xla" or lacks_choose_entries(
-            latent.index_heads, latent.index_dim
-        )
-        self.top_k_variant: TopKVariant = "streaming" if is_plain else "pallas_triton"
+        self.core_variant: CoreVariant = choose_core(config)
 
     def __call__(
         self,
@@ -204,15 +209,14 @@ class DeepseekV4Layer(nnx.Module):
         inputs: LayerInputs,
     ) -> Float[Array, "T grouped"]:
         """Attention and the first half of the output projection."""
-        attention, config, batch = self.attention, self.config, inputs.batch
-        latent_config = latent_of(config)
-        tile_q = len(inputs.tile_offsets)
+        attention, batch, table = self.attention, inputs.batch, inputs.rotary
+        latent_config, tile_q = latent_of(self.config), len(inputs.tile_offsets)
         tables = jnp.moveaxis(table, 0, 1)  # [T, 2, half]: rows can be taken
-        window = config.sliding_window or batch.page_table.shape[1] * held["window"].page_size
 
         def table_of(tile: Tile) -> Float[Array, "2 q half"]:
             return jnp.moveaxis(tile.take(tables), 1, 0)
 
+        seen = self._seen(held, batch)
         choice, chosen = None, None
         if self.kind == "sparse":
             choice = Choice(
@@ -223,26 +227,37 @@ class DeepseekV4Layer(nnx.Module):
                 latent_config.sparse_rate,
                 latent_config.index_top_k,
             )
-            if self.top_k_variant == "pallas_triton":
+            if self.core_variant == "pallas_triton":
                 query = attention.indexer.project(latent, normed, table)
                 chosen = choose_in_kernel(choice, batch, query, tile_q)
-            elif self.top_k_variant == "materialised":
+            elif self.core_variant == "materialised":
                 chosen = choose_materialised(choice, batch, tile_q)
+        sinks = attention.sinks[...]
+        if self.core_variant == "pallas_triton":
+            q = attention.queries(latent, table)
+            return attention.grouped(
+                attend_in_kernel(q, seen, sinks, batch, tile_q, chosen=chosen), table
+            )
 
         def attend(tile: Tile) -> Float[Array, "q grouped"]:
             own = table_of(tile)
-            q = attention.queries(tile.take(latent), own)
-            sums = Softmax.begin(q, attention.sinks[...])
-            sums = fold_window(sums, q, tile, held["window"], window)
-            if self.kind == "heavy":
-                sums = fold_entries(sums, q, tile, held["heavy"], latent_config.heavy_rate)
-            elif choice is not None:
+            best = None
+            if choice is not None:
                 best = choose_streaming(choice, batch, tile) if chosen is None else chosen[tile.row]
-                sums = fold_chosen(sums, q, tile, held["sparse"], best, choice.rate)
-            return attention.grouped(sums.finish(), own)
+            q = attention.queries(tile.take(latent), own)
+            return attention.grouped(attend_tile(q, seen, sinks, tile, chosen=best), own)
 
         width = latent_config.num_groups * latent_config.group_rank
         return by_tile(batch, tile_q, width, attend)
+
+    def _seen(self, held: dict[str, PagedPool], batch: RaggedBatch) -> Seen:
+        """The pools that queries see."""
+        latent, window = latent_of(self.config), held["window"]
+        reach = self.config.sliding_window or batch.page_table.shape[1] * window.page_size
+        if self.kind == "sliding":
+            return Seen(window, reach)
+        rate = latent.sparse_rate if self.kind == "sparse" else latent.heavy_rate
+        return Seen(window, reach, held[self.kind], rate)
 
 
 def compressed_table(

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.attention.api import as_numbers, as_stored
+from jaxprefill.kernels.top_k import EntryPages
 
 
 class PagedPool(NamedTuple):
@@ -46,6 +47,10 @@ class PagedPool(NamedTuple):
     def row_of(self, position: Int32[Array, "*at"], rate: int = 1) -> Int32[Array, "*at"]:
         """The row in its page."""
         return position % self.page_size // min(rate, self.page_size)
+
+    def entries(self, rate: int = 1) -> EntryPages:
+        """The same for kernels; of a pool with one part."""
+        return EntryPages(as_numbers(self.array[0, 0]), self.first_page, self.page_size, rate)
 
 
 def recent_table(batch: RaggedBatch) -> Int32[Array, "R C"]:

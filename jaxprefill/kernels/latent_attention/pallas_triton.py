@@ -1,0 +1,281 @@
+"""Latent attention in one Pallas/Triton launch: NVIDIA GPUs from Ampere on.
+
+A program takes one token and a block of heads, whose rows share every key it reads:
+
+    keys     [ window: the last tokens | entries: all up to the token, or those chosen for it ]
+
+A key is the value too, so that it is read once for both products. Sums begin with the sink, a key
+without a value. Keys lie in pages and are read by row, a block ahead of their use. Nothing is
+masked on load: an index past the end repeats the last live one, so that stale pages are not read.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+from jaxprefill.kernels.attention import RaggedBatch
+from jaxprefill.kernels.top_k import EntryPages
+from jaxprefill.kernels.triton import MIN_DOT, Ref, dot, power_of_two
+
+_MASKED = -1e30
+_LOG2_E = 1.4426950408889634
+_WANTED_PROGRAMS = 132  # one for each of an H200's multiprocessors
+# Largest score so far, sum of weights, weighted sum of values.
+Carry = tuple[Float32[Array, " h"], Float32[Array, " h"], Float32[Array, "h D"]]
+# Block number -> rows of its keys, and whether the token sees them.
+Locate = Callable[[Int32[Array, ""]], tuple[Int32[Array, " k"], Bool[Array, " k"]]]
+
+
+class LatentTiles(NamedTuple):
+    """How the work is cut; powers of two.
+
+    Attributes:
+        heads: of a program.
+        block: keys that are read at once.
+    """
+
+    heads: int
+    block: int
+    num_warps: int
+    num_stages: int = 2
+
+
+class LatentKeys(NamedTuple):
+    """What tokens see.
+
+    Attributes:
+        window: every token's own latent; its page n is in column n % C of `recent_table`.
+        reach: tokens that one sees of the window, itself among them.
+        entries: compressed ones, beside the window; None: none.
+        chosen: of those each token's own, such as it may see before others; None: all it may see.
+    """
+
+    window: EntryPages
+    recent_table: Int32[Array, "R C"]
+    reach: int
+    entries: EntryPages | None = None
+    chosen: Int32[Array, "T k"] | None = None
+
+
+class _Layout(NamedTuple):
+    """Where the keys of one kind lie in their pages."""
+
+    page_size: int
+    page_rows: int
+    rate: int
+
+
+class _Sizes(NamedTuple):
+    """What one kernel is specialised on."""
+
+    tiles: LatentTiles
+    tile_q: int
+    num_heads: int
+    dim: int
+    reach: int
+    window: _Layout
+    entries: _Layout | None
+    top_k: int | None
+
+
+class _Operands(NamedTuple):
+    """Arrays, and references to them in the kernel; None: not part of it."""
+
+    q: Any  # [T, H, D]
+    sinks: Any  # [H]
+    batch: Any  # RaggedBatch, num_tiles [1]
+    recent_table: Any  # [R, C]
+    window: Any  # [P * rows, D]
+    window_page: Any  # [1]: the layer's first
+    entries: Any = None  # [P * rows, D]
+    entries_page: Any = None
+    chosen: Any = None  # [T, k]
+
+
+class _Token(NamedTuple):
+    """Whom a program works for."""
+
+    slot: Int32[Array, ""]
+    row: Int32[Array, ""]
+    position: Int32[Array, ""]
+
+
+def lacks_attend_latent(dim: int) -> str | None:
+    """The first need of the kernel that is not met, in words, or None."""
+    if dim < MIN_DOT or dim & (dim - 1):
+        return f"takes latents of 16, 32, 64, ... dimensions, not {dim}"
+    return None
+
+
+def choose_latent_tiles(num_tokens: int, num_heads: int, dtype: Any) -> LatentTiles:
+    """Many heads share what they read, unless too few programs were left."""
+    if jnp.dtype(dtype).itemsize > 2:  # no tensor cores, and twice the bytes
+        return LatentTiles(heads=MIN_DOT, block=16, num_warps=4)
+    heads = min(max(power_of_two(num_heads), MIN_DOT), 64)
+    while heads > MIN_DOT and num_tokens * pl.cdiv(num_heads, heads) < _WANTED_PROGRAMS:
+        heads //= 2
+    return LatentTiles(heads, block=32, num_warps=8 if heads > 32 else 4)
+
+
+def attend_latent(
+    q: Float[Array, "T H D"],
+    keys: LatentKeys,
+    sinks: Float[Array, " H"],
+    batch: RaggedBatch,
+    *,
+    tile_q: int,
+    tiles: LatentTiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "T H D"]:
+    """Softmax over the keys and a sink, in the keys' dtype; padding's rows hold anything.
+
+    Args:
+        q: scaled for the product; rounded to the keys' dtype.
+        keys: of all requests.
+        sinks: one score a head.
+        batch: whose tiles have `tile_q` tokens.
+        tile_q: see `TileShape`.
+        tiles: None: as `choose_latent_tiles` says.
+        interpret: runs it on any device, slowly.
+    """
+    num_heads, dim = q.shape[1:]
+    dtype, entries = keys.window.keys.dtype, keys.entries
+    tiles = tiles or choose_latent_tiles(len(q), num_heads, dtype)
+    sizes = _Sizes(
+        tiles=tiles,
+        tile_q=tile_q,
+        num_heads=num_heads,
+        dim=dim,
+        reach=keys.reach,
+        window=_layout(keys.window),
+        entries=None if entries is None else _layout(entries),
+        top_k=None if keys.chosen is None else keys.chosen.shape[1],
+    )
+    operands = _Operands(
+        q=q.astype(dtype),
+        sinks=sinks.astype(jnp.float32),
+        batch=batch._replace(num_tiles=batch.num_tiles.reshape(1)),
+        recent_table=keys.recent_table,
+        window=keys.window.keys.reshape(-1, dim),
+        window_page=keys.window.first_page.reshape(1),
+        entries=None if entries is None else entries.keys.reshape(-1, dim),
+        entries_page=None if entries is None else entries.first_page.reshape(1),
+        chosen=keys.chosen,
+    )
+    call = pl.pallas_call(
+        functools.partial(_kernel, sizes=sizes),  # fresh: jax #40847
+        grid=(pl.cdiv(num_heads, tiles.heads), tile_q, len(batch.tile_slot)),
+        out_shape=jax.ShapeDtypeStruct(q.shape, dtype),
+        input_output_aliases={0: 0},  # the result takes the place of q
+        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="latent_attention",
+    )
+    return call(operands)
+
+
+def _layout(pages: EntryPages) -> _Layout:
+    return _Layout(pages.page_size, pages.keys.shape[1], pages.rate)
+
+
+def _kernel(operands: Any, out: Ref, *, sizes: _Sizes) -> None:
+    batch = operands.batch
+    block, offset, tile = (pl.program_id(axis) for axis in range(3))
+
+    @pl.when(tile < batch.num_tiles[0])
+    def _() -> None:
+        slot, at = batch.tile_slot[tile], batch.tile_start[tile] + offset
+
+        @pl.when(at < batch.q_lens[slot])
+        def _() -> None:
+            position = batch.kv_lens[slot] - batch.q_lens[slot] + at
+            token = _Token(slot, batch.q_starts[slot] + at, position)
+            _attend(operands, out, token, block * sizes.tiles.heads, sizes)
+
+
+def _attend(operands: Any, out: Ref, token: _Token, first: Int32[Array, ""], sizes: _Sizes) -> None:
+    """The heads from `first` on of one token."""
+    heads = jnp.minimum(first + lax.iota(jnp.int32, sizes.tiles.heads), sizes.num_heads - 1)
+    q = operands.q[token.row, heads, :]
+    top = operands.sinks[heads] * _LOG2_E
+    carry = (top, jnp.ones_like(top), jnp.zeros((sizes.tiles.heads, sizes.dim), jnp.float32))
+
+    def in_window(block: Int32[Array, ""]) -> tuple[Int32[Array, " k"], Bool[Array, " k"]]:
+        oldest = jnp.maximum(token.position - sizes.reach + 1, 0)
+        key = oldest + block * sizes.tiles.block + lax.iota(jnp.int32, sizes.tiles.block)
+        known = jnp.minimum(key, token.position)
+        pages = operands.recent_table, operands.window_page
+        return _rows(pages, token.slot, known, sizes.window), key <= token.position
+
+    count = jnp.minimum(token.position + 1, sizes.reach)
+    carry = _fold(q, operands.window, carry, count, in_window, sizes)
+    if sizes.entries is not None:
+        seen = (token.position + 1) // sizes.entries.rate
+        count = seen if sizes.top_k is None else jnp.minimum(seen, sizes.top_k)
+        locate = functools.partial(_locate_entries, operands, token, seen, sizes)
+        carry = _fold(q, operands.entries, carry, count, locate, sizes)
+    _, total, value = carry
+    out[token.row, heads, :] = (value / total[:, None]).astype(out.dtype)
+
+
+def _locate_entries(
+    operands: Any,
+    token: _Token,
+    seen: Int32[Array, ""],
+    sizes: _Sizes,
+    block: Int32[Array, ""],
+) -> tuple[Int32[Array, " k"], Bool[Array, " k"]]:
+    """A block of the token's own entries, or of all; it sees the first `seen` of a request."""
+    assert sizes.entries is not None, "there are entries"
+    rate = sizes.entries.rate
+    entry = block * sizes.tiles.block + lax.iota(jnp.int32, sizes.tiles.block)
+    is_there = entry < seen
+    if sizes.top_k is not None:
+        is_there = entry < sizes.top_k
+        entry = operands.chosen[token.row, jnp.minimum(entry, sizes.top_k - 1)]
+        is_there &= entry < seen
+    known = jnp.maximum(jnp.minimum(entry, seen - 1), 0)
+    pages = operands.batch.page_table, operands.entries_page
+    return _rows(pages, token.slot, known * rate + rate - 1, sizes.entries), is_there
+
+
+def _rows(
+    pages: tuple[Ref, Ref], slot: Int32[Array, ""], position: Int32[Array, " k"], layout: _Layout
+) -> Int32[Array, " k"]:
+    """Rows of what stands for tokens up to each position."""
+    table, first_page = pages
+    column = position // layout.page_size % table.shape[1]
+    row = position % layout.page_size // min(layout.rate, layout.page_size)
+    return (table[slot, column] + first_page[0]) * layout.page_rows + row
+
+
+def _fold(
+    q: Shaped[Array, "h D"],
+    keys: Ref,
+    carry: Carry,
+    count: Int32[Array, ""],
+    locate: Locate,
+    sizes: _Sizes,
+) -> Carry:
+    """The sums with `count` keys more."""
+
+    def step(block: Int32[Array, ""], carry: Any) -> Any:
+        (top, total, value), (rows, is_seen) = carry
+        latents = keys[rows, :]
+        ahead = locate(block + 1)
+        scores = dot(q, latents, trans_b=True) * _LOG2_E
+        scores = jnp.where(jnp.broadcast_to(is_seen[None], scores.shape), scores, _MASKED)
+        new_top = jnp.maximum(top, scores.max(1))
+        weights, rescale = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
+        value = value * rescale[:, None] + dot(weights.astype(latents.dtype), latents)
+        return (new_top, total * rescale + weights.sum(1), value), ahead
+
+    blocks = pl.cdiv(count, sizes.tiles.block)
+    return lax.fori_loop(0, blocks, step, (carry, locate(jnp.int32(0))))[0]
