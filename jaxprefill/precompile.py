@@ -87,6 +87,7 @@ def _chosen(jobs: list[CompileJob], shapes: Sequence[str]) -> list[CompileJob]:
             by_shape.setdefault(shape.partition("/")[0], []).append(job)
         else:
             rest.append(job)
+    chosen: dict[str, list[CompileJob]] = {}
     for wanted in shapes:
         found = [shape for shape in by_shape if wanted in (shape, shape.partition("x")[0])]
         if not found:
@@ -94,5 +95,5 @@ def _chosen(jobs: list[CompileJob], shapes: Sequence[str]) -> list[CompileJob]:
                 f"shapes must be among those of the engine, got {wanted}; they are "
                 f"{listed(by_shape)}"
             )
-        rest += [job for shape in found for job in by_shape.pop(shape)]
-    return rest
+        chosen |= {shape: by_shape[shape] for shape in found}
+    return rest + [job for some in chosen.values() for job in some]

@@ -1,6 +1,8 @@
 """What is told of executables: costs, findings, folded texts and differences of known programs."""
 
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest.mock import AsyncMock
 
@@ -22,11 +24,11 @@ from jaxprefill.inspection.model import JobSource, distant_chip, load_hlo
 from jaxprefill.inspection.page import layer_graph
 from jaxprefill.inspection.program import follow, kind_of, scope_of
 from jaxprefill.inspection.records import Chip
-from jaxprefill.inspection.select import select, select_one
+from jaxprefill.inspection.select import pair_up, select, select_one
 from jaxprefill.inspection.served import ServerSource
 from jaxprefill.inspection.stored import StoreSource
 from jaxprefill.inspection.summary import analyse, by_scope, operations, summarise
-from jaxprefill.inspection.text import SUMMARY_COLUMNS, summary_row
+from jaxprefill.inspection.text import SUMMARY_COLUMNS, number, summary_row
 from jaxprefill.inspection.thunks import read_graphs
 from jaxprefill.inspection.trace import Event, summarise_trace
 from jaxprefill.kernels.device import known_rates
@@ -385,8 +387,15 @@ def test_the_command_shows_operations_and_findings(cli):
     assert "nothing that should not be there" in cli("ops", "clean 8")[1]
     status, out, _ = cli("show", "layers", "--stage", "stablehlo", "--op", "call")
     assert status == 0 and f"x{LAYERS}" in out
+    assert out[0] != "\n" and "module" not in out
     status, _, err = cli("show", "layers", "--stage", "ptx")
     assert status == 1 and "LLVM" in err
+    for flags in ([], ["--no-fold"], ["--json"], ["--stage", "stablehlo"]):
+        status, out, err = cli("show", "layers", "--op", "sort", *flags)
+        assert status == 1 and not out and "runs 'sort'" in err
+    status, out, _ = cli("show", "clean 8", "--op", "dot")
+    assert status == 0 and "HloModule" not in out and " dot(" in out
+    assert not [line for line in out.splitlines() if line.endswith("{") and "(" in line]
 
 
 @pytest.mark.parametrize(
@@ -405,6 +414,8 @@ def test_the_status_of_a_diff_is_for_scripts(cli, pair, expected):
         (["trace", "clean 8", "--calls", "0"], "--calls: must be a whole number of at least 1"),
         (["ops", "clean 8", "--top", "x"], "jaxprefill inspect ops: error: argument --top: must"),
         (["diff", "./nowhere", "clean 8"], "./nowhere must be a store's folder"),
+        (["list", "--store", ""], "argument --store: must not be empty, got ''"),
+        (["show", "clean 8", "--op", " "], "argument --op: must not be empty"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_compiled(cli, argv, message):
@@ -419,6 +430,35 @@ def test_numbers_of_calls_and_urls_are_checked_in_python_too(source):
             use(0)
     with pytest.raises(ConfigError, match="url must be one such as http"):
         ServerSource("localhost:8000", find_chip=lambda *_: CHIP)
+
+
+@pytest.mark.parametrize(
+    ("url", "reply"),
+    [
+        ("http://[::1", b""),
+        ("http://127.0.0.1:port", b""),
+        ("http://a b", b""),
+        ("", b"SSH-2.0-OpenSSH\r\n"),
+        ("", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"),
+        ("", b"HTTP/1.1 200 OK\r\n\r\n[]"),
+        ("", b'HTTP/1.1 200 OK\r\n\r\n{"executables": [3], "device": {}}'),
+        ("", b'HTTP/1.1 200 OK\r\n\r\n{"executables": [], "device": {"platform": 1, "kind": 2}}'),
+    ],
+)
+def test_strangers_at_a_url_are_told(url, reply):
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def answer():
+            if not url:
+                with server.accept()[0] as connection:
+                    connection.recv(4096)
+                    connection.sendall(reply)
+
+        done = pool.submit(answer)
+        own = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(InspectionError, match=r"answer|has no executables"):
+            ServerSource(url or own, find_chip=lambda *_: CHIP)
+        done.result()
 
 
 def test_the_command_traces_only_what_it_compiled(cli, source, monkeypatch):
@@ -446,15 +486,18 @@ def test_the_page_holds_everything_and_asks_for_nothing(cli, tmp_path):
         assert status == 2 and "must name a file" in err and "..." not in err
 
 
-def store_of(source, folder, *names, without=(), **job):
-    """A store of a GPU's engine; `job` are facts of its jobs."""
+H200 = {"platform": "gpu", "device_kind": "NVIDIA H200"}
+
+
+def store_of(source, folder, *names, without=(), facts=H200, **job):
+    """A store of an engine, by default a GPU's; `job` are facts of its jobs."""
     store = Store(folder, is_trusted=True)
     for name in names:
         record = source.compiled(name).record.as_dict()
         del record["load_s"]  # not known before it is loaded
         entry = StoredExecutable(
             name=name,
-            facts={"platform": "gpu", "device_kind": "NVIDIA H200"},
+            facts=dict(facts),
             job=job,
             read=(),
             outputs=[],
@@ -543,3 +586,36 @@ def test_folders_are_compared_name_by_name(source, tmp_path, capsys):
     assert main(["inspect", "diff", paths["one"], paths["same"], *flags]) == 0
     assert main(["inspect", "diff", f"{paths['one']}#clean", paths["other"], *flags]) == 1
     assert "while" in capsys.readouterr().out
+    assert main(["inspect", "diff", paths["one"], str(tmp_path), *flags]) == 2
+    (text,) = (tmp_path / "same").glob("executables/*/*.gz")
+    text.write_bytes(b"?")
+    assert main(["inspect", "diff", paths["one"], paths["same"], *flags]) == 2
+
+
+def test_what_is_damaged_hides_nothing_else(source, tmp_path, capsys):
+    store_of(source, tmp_path, "clean 8x1x16", "while")
+    next(tmp_path.glob("executables/*/while*.gz")).write_bytes(b"?")
+    flags = ("--store", str(tmp_path), "--trust-executables", "-q", "--json")
+    assert main(["inspect", "list", *flags]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["name"] == "clean 8x1x16" and "SHA-256" in captured.err
+    assert main(["inspect", "html", str(tmp_path / "x.html"), "while", *flags]) == 1
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_executables_of_two_sources_are_paired_by_what_they_are():
+    one = {"a": None, "b @01": "01", "b @02": "02", "c": "03", "d @04": "04"}
+    other = {"d": "09", "b": "02", "a": "05", "e": "06"}
+    assert pair_up(one, other) == {"a": "a", "b @02": "b", "d @04": "d"}
+
+
+def test_each_executable_of_a_store_is_of_its_own_chip(source, tmp_path):
+    store_of(source, tmp_path, "clean 8x1x16")
+    store_of(source, tmp_path, "while", facts={"platform": "cpu", "device_kind": "cpu"})
+    found = StoreSource(tmp_path, find_chip=distant_chip, is_trusted=True)
+    assert summarise(analyse(found.open("while"))).floor_s is None
+    assert summarise(analyse(found.open("clean 8x1x16"))).floor_s > 0
+
+
+def test_numbers_have_three_digits():
+    assert [number(x) for x in (999.4, 999.6, 12, 0)] == ["999", "1 k", "12", "0"]

@@ -236,8 +236,8 @@ def test_pruning_takes_what_is_old_damaged_or_left_over(store):
         path.write_bytes(b"?")
     leftover = only_file(store, "8x1x1-*.json").parent / ".new-x"
     leftover.write_text("half")
-    os.mkfifo(leftover.parent / "pipe.json")
-    (leftover.parent / "astray.json").symlink_to("nowhere")
+    os.mkfifo(leftover.parent / "pipe-0123456789abcdef.json")
+    (leftover.parent / "astray-0123456789abcdef.json").symlink_to("nowhere")
     os.utime(leftover, past)
     assert old.path == "decode"
     num_files, num_bytes = store.prune(unused_s=1e6)
@@ -298,6 +298,34 @@ def test_pruning_deletes_nothing_behind_a_link(store, tmp_path):
     (store.folder / "executables").symlink_to(tmp_path / "else")
     assert store.prune(unused_s=0.0) == (0, 0)
     assert (tmp_path / "else" / "where" / "letter").read_text() == "dear"
+
+
+def test_pruning_deletes_only_what_a_store_may_have_written(store):
+    """A user may name any folder; what has other names is somebody else's, however old."""
+    store.write(entry(), b"code")
+    here = only_file(store, ".json").parent
+    strangers = [here / "notes.txt", here.parent / "tool" / "run.bin", here / "a-b.json"]
+    files.make_folder(here.parent / "empty")
+    for path in strangers:
+        files.make_folder(path.parent)
+        path.write_text("dear")
+    for path in store.folder.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    assert store.prune(unused_s=0.0)[0] == 2 and (here.parent / "empty").exists()
+    assert {path for path in store.folder.rglob("*") if path.is_file()} == set(strangers)
+
+
+def test_pruning_takes_notes_of_checks_that_no_start_reads_any_more(store):
+    store.write_result("warm_calls", {"jax": "1"}, True)
+    store.write_result("warm_calls", {"jax": "2"}, True)
+    store.write_result("ladder", {"jax": "1"}, {"buckets": [8]})
+    (store.folder / "results" / "ladder" / ".new-x").write_text("half")
+    for path in store.folder.glob("results/*/*"):
+        os.utime(path, (1e9, 1e9))
+    assert store.read_result("warm_calls", {"jax": "2"}) is True  # which notes that it is used
+    assert store.prune(unused_s=1e6)[0] == 2
+    assert store.results("warm_calls") == [({"jax": "2"}, True)]
+    assert store.read_result("ladder", {"jax": "1"}) == {"buckets": [8]}
 
 
 def test_clocks_that_are_wrong_delete_nothing_that_is_used(store):

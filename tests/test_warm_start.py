@@ -200,7 +200,9 @@ def test_compile_writes_a_folder_that_engines_load(
 
     assert main(["compile", "--out", str(folder), *argv, "--shapes", "9"]) == 2
     assert "got 9; they are 1x1x160, 8x4x160" in capsys.readouterr().err
-    assert "3 executables compiled in" in compile_("--shapes", "8")
+    assert main(["compile", "--out", str(folder), *argv, "--shapes", ","]) == 2
+    assert "--shapes must name token counts" in capsys.readouterr().err
+    assert "3 executables compiled in" in compile_("--shapes", "8, 8x4x160")
     assert "1 executables compiled in" in (err := compile_()) and "3 were there" in err
     entries = {entry.name: entry for entry in Store.open(folder).entries()}
     assert entries.keys() == FEW
@@ -253,6 +255,9 @@ def test_a_store_of_other_facts_says_which(expected, checkpoint, tmp_path, monke
     library.tell_missing([ExecutableRecord(**entry.record)])
     assert "1 of 1 executables are not in" in library.faults[0]
     assert "made for another source, versions" in caplog.text
+    store.write(entry, own.payload(entry))  # a nearer one, whichever comes first
+    library.tell_missing([ExecutableRecord(**entry.record)])
+    assert "(other shapes or options, or damage)" in library.faults[1]
 
 
 def test_a_loaded_executable_that_fails_when_it_first_runs_is_compiled_anew(

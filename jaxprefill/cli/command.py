@@ -56,6 +56,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return read
 
 
+def named(text: str) -> str:
+    """A flag's text, such as a folder's name; refuses an empty one, as of a variable not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
+    return text
+
+
 def add_output_flags(parser: argparse.ArgumentParser, json_help: str) -> None:
     """`--json`, `--quiet` and `--verbose`."""
     parser.add_argument("--json", action="store_true", help=json_help)

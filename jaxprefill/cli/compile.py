@@ -4,14 +4,17 @@ import argparse
 import re
 from pathlib import Path
 
-from jaxprefill.cli.command import Command
+from jaxprefill.cli.command import Command, named
 from jaxprefill.cli.flags import add_engine_flags, engine_config_of
 from jaxprefill.cli.streams import note
+from jaxprefill.errors import ConfigError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Where to, what, and the engine."""
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write, or add to")
+    parser.add_argument(
+        "--out", type=named, required=True, metavar="DIR", help="folder to write, or add to"
+    )
     parser.add_argument(
         "--shapes",
         metavar="SHAPE,...",
@@ -35,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
         JaxPrefillError: an option or the model is at fault, or the folder cannot be written.
     """
     config = engine_config_of(args)
-    shapes = tuple(re.split(r"[,\s]+", args.shapes.strip())) if args.shapes else ()
+    shapes = () if args.shapes is None else tuple(re.findall(r"[^,\s]+", args.shapes))
+    if args.shapes is not None and not shapes:
+        raise ConfigError(f"--shapes must name token counts or shapes, got {args.shapes!r}")
     # Importing jax takes a second, which --help and mistakes in flags need not wait for.
     from jaxprefill.cli.progress import compile_progress, no_progress
     from jaxprefill.precompile import precompile

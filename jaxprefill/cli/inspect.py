@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from jaxprefill.cli.command import Command, add_output_flags, at_least
+from jaxprefill.cli.command import Command, add_output_flags, at_least, named
 from jaxprefill.cli.flags import add_engine_flags
 
 # Of engine options: `--store` names what is inspected here, and a model is compiled for it.
@@ -66,8 +66,10 @@ def _add_source_flags(parser: argparse.ArgumentParser) -> None:
         "what is inspected", "By default a model, whose executables are compiled for it."
     )
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--store", dest="folder", metavar="DIR", help="a folder of executables")
-    one.add_argument("--url", help="a running server, as http://127.0.0.1:8000")
+    one.add_argument(
+        "--store", dest="folder", type=named, metavar="DIR", help="a folder of executables"
+    )
+    one.add_argument("--url", type=named, help="a running server, as http://127.0.0.1:8000")
     group.add_argument("--api-key", metavar="KEY", help="of the server, where it asks for one")
     group.add_argument(
         "--trust-executables",
@@ -83,7 +85,9 @@ def _of_list(parser: argparse.ArgumentParser) -> None:
 def _of_show(parser: argparse.ArgumentParser) -> None:
     _add_key(parser)
     parser.add_argument("--stage", choices=_STAGES, default="hlo", help="which text (default: hlo)")
-    parser.add_argument("--op", metavar="NAME", help="only lines of this operation")
+    parser.add_argument(
+        "--op", type=named, metavar="NAME", help="only lines of this operation; status 1 if none"
+    )
     parser.add_argument("--no-fold", action="store_true", help="print what repeats each time")
 
 
@@ -148,7 +152,8 @@ _ACTIONS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str]] 
         "one JSON object: operations, scopes, findings",
     ),
     "diff": (
-        "What sets two executables, or two stores, apart; status 1 if anything does.",
+        "What sets two executables, or two stores, apart; status 1 if anything does, 2 if that "
+        "cannot be told.",
         _of_diff,
         "one JSON object for each pair",
     ),

@@ -1,21 +1,21 @@
 """What `jaxprefill inspect` does; it imports jax, so `inspect` imports it when it runs."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxprefill.cli.flags import engine_config_of
 from jaxprefill.cli.streams import emit, emit_json, note
 from jaxprefill.cli.tables import emit_table
-from jaxprefill.errors import RequestError
+from jaxprefill.errors import InspectionError, JaxPrefillError, RequestError
 from jaxprefill.inspection import text
 from jaxprefill.inspection.diff import Difference, compare
 from jaxprefill.inspection.fold import fold, lines_of
 from jaxprefill.inspection.model import KEEP_GRAPHS, ModelSource
 from jaxprefill.inspection.page import render
 from jaxprefill.inspection.records import Inspected, Operation, Summary
-from jaxprefill.inspection.select import Source, select, select_one
+from jaxprefill.inspection.select import Source, pair_up, select, select_one
 from jaxprefill.inspection.sources import analysed, calls_of, open_server, open_store
 from jaxprefill.inspection.summary import (
     analyse,
@@ -25,7 +25,8 @@ from jaxprefill.inspection.summary import (
     summarise,
 )
 
-DIFFERENT = 1
+FAILURE = 1
+DIFFERENT, UNTOLD = 1, 2  # of `diff`, as of diff(1)
 
 
 def run_action(args: argparse.Namespace) -> int:
@@ -48,33 +49,44 @@ def open_source(args: argparse.Namespace) -> Source:
 
 def _list(args: argparse.Namespace) -> int:
     source = open_source(args)
-    summaries = list(_summaries(source, args))
+    summaries, num_failed = _summaries(source, args)
     if args.json:
         for one in summaries:
             emit_json(one.as_dict())
-        return 0
-    emit_table(text.SUMMARY_COLUMNS, map(text.summary_row, summaries))
-    if not args.quiet:
+    elif summaries:
+        emit_table(text.SUMMARY_COLUMNS, map(text.summary_row, summaries))
+    if not args.quiet and not args.json:
         note(text.describe_chip(source.chip))
         for line in text.note_lines(summaries):
             note(line)
-    return 0
+    return FAILURE if num_failed else 0
 
 
-def _summaries(source: Source, args: argparse.Namespace) -> Sequence[Summary]:
+def _summaries(source: Source, args: argparse.Namespace) -> tuple[list[Summary], int]:
+    """Of all that can be read; the number of the others, of which stderr says why."""
     names = list(dict.fromkeys(name for key in args.keys for name in select(source.names, key)))
+    names = names or list(source.names)
     found: list[Summary] = []
-    for name in names or source.names:
+    if args.measure:
+        calls_of(source, names[0])  # refused before anything is read
+    for name in names:
         if not args.quiet:
             note(f"{name} ...")
-        found.append(summarise(analysed(source, name, repeats=args.measure)))
-    return found
+        try:
+            found.append(summarise(analysed(source, name, repeats=args.measure)))
+        except InspectionError as error:
+            note(f"jaxprefill: error: {error}")
+    return found, len(names) - len(found)
 
 
 def _show(args: argparse.Namespace) -> int:
     one = _open_one(args)
     whole = one.text(args.stage)
     shown = lines_of(whole, args.op) if args.no_fold else fold(whole, args.stage, op=args.op)
+    if args.op is not None and not shown:
+        raise InspectionError(
+            f"{one.name}: no line of its {args.stage} runs {args.op!r}; all are shown without --op"
+        )
     if args.json:
         emit_json({"name": one.name, "stage": args.stage, "text": shown})
     else:
@@ -120,8 +132,21 @@ def _bytes_of(operation: Operation) -> float | None:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    try:
+        return _told_diff(args)
+    except JaxPrefillError as error:  # whatever it is, it does not mean that they differ
+        note(f"jaxprefill: error: {error}")
+        return UNTOLD
+
+
+def _told_diff(args: argparse.Namespace) -> int:
     pairs, alone = _pairs(args)
-    found = [compare(analyse(one), analyse(other)) for one, other in pairs]
+    found: list[Difference] = []
+    for one, other in pairs:
+        try:
+            found.append(compare(analyse(one), analyse(other)))
+        except InspectionError as error:
+            note(f"jaxprefill: error: {error}")
     for each in found:
         if args.json:
             emit_json(each.as_dict())
@@ -135,6 +160,8 @@ def _diff(args: argparse.Namespace) -> int:
     differing = [each for each in found if not each.is_empty]
     if not args.quiet:
         note(f"{len(differing)} of {len(found)} pairs differ, {len(alone)} have no counterpart")
+    if len(found) < len(pairs):
+        return UNTOLD
     return DIFFERENT if differing or alone else 0
 
 
@@ -157,10 +184,16 @@ def _pairs(
     one, other = _side(args, args.before), _side(args, args.after)
     if len(one[1]) == len(other[1]) == 1:
         return [(one[0].open(one[1][0]), other[0].open(other[1][0]))], []
-    both = [name for name in one[1] if name in other[1]]
+    both = pair_up(_fingerprints(*one), _fingerprints(*other))
     alone = [(name, args.before) for name in one[1] if name not in both]
-    alone += [(name, args.after) for name in other[1] if name not in both]
-    return [(one[0].open(name), other[0].open(name)) for name in both], alone
+    alone += [(name, args.after) for name in other[1] if name not in both.values()]
+    return [(one[0].open(name), other[0].open(same)) for name, same in both.items()], alone
+
+
+def _fingerprints(source: Source, names: list[str]) -> dict[str, str | None]:
+    """By name; a model's are not asked for, as it would be compiled for them."""
+    is_model = isinstance(source, ModelSource)
+    return {name: None if is_model else source.open(name).fingerprint for name in names}
 
 
 def _side(args: argparse.Namespace, given: str) -> tuple[Source, list[str]]:
@@ -181,7 +214,9 @@ def _html(args: argparse.Namespace) -> int:
     if out.is_dir() or not out.absolute().parent.is_dir():  # told before anything is compiled
         raise RequestError(f"{out} must name a file in a folder that exists")
     source = open_source(args)
-    summaries = _summaries(source, args)
+    summaries, num_failed = _summaries(source, args)
+    if not summaries:
+        return FAILURE
     drawn = next((one.name for one in summaries if one.shape), summaries[0].name)
     page = render(source.chip, summaries, analyse(source.open(drawn)))
     try:
@@ -195,7 +230,7 @@ def _html(args: argparse.Namespace) -> int:
             emit_json(one.as_dict())
     if not args.quiet:
         note(f"{args.out}: {len(summaries)} executables, {len(page)} characters")
-    return 0
+    return FAILURE if num_failed else 0
 
 
 def _trace(args: argparse.Namespace) -> int:

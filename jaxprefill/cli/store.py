@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from jaxprefill.cli.command import Command, add_output_flags
+from jaxprefill.cli.command import Command, add_output_flags, named
 from jaxprefill.cli.streams import emit_json, note
 from jaxprefill.cli.tables import emit_table
 from jaxprefill.errors import ConfigError
@@ -24,7 +24,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="list: what there is; verify: compare every file with its checksum; prune: delete "
         "what was not used for a while, and what is damaged",
     )
-    parser.add_argument("--dir", metavar="DIR", help="the store (default: the user's own)")
+    parser.add_argument(
+        "--dir", type=named, metavar="DIR", help="the store (default: the user's own)"
+    )
     parser.add_argument(
         "--unused",
         default="30d",

@@ -34,7 +34,7 @@ class _Line:
 def fold(text: str, stage: Stage, *, op: str | None = None) -> str:
     """The text with repetitions counted instead of printed; with `op` only its lines."""
     if stage == "hlo":
-        return "\n".join(_fold_hlo(text, op))
+        return "\n".join(_fold_hlo(text, op)).lstrip("\n")
     lines = _unwrapped(text) if stage == "jaxpr" else text.splitlines()
     return "\n".join(_fold_lines([_line(line, stage, text) for line in lines], op))
 
@@ -66,14 +66,15 @@ def _fold_hlo(text: str, op: str | None) -> Iterator[str]:
         classes[name] = f"@{len(members)}" if key not in members else classes[members[key][0]]
         members.setdefault(key, []).append(name)
         bodies.setdefault(key, (head, lines))
-    yield text.splitlines()[0]
+    if op is None:
+        yield text.splitlines()[0]
     for key, (head, lines) in bodies.items():
         shown = list(_fold_lines(lines, op))
         if shown or op is None:
             others = members[key][1:]
             alike = f"  // x{len(others) + 1}, the others: {_few(others)}" if others else ""
             yield ""
-            yield head + alike
+            yield (head if op is None else f"{head.partition(' (')[0]} {{") + alike
             yield from shown
             yield "}"
 

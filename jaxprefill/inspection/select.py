@@ -1,6 +1,7 @@
 """What executables can be inspected from, and how one is named."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from jaxprefill.errors import RequestError, listed
@@ -56,6 +57,32 @@ def select_one(names: Sequence[str], key: str) -> str:
     if len(found) > 1:
         raise RequestError(f"{key!r} must mean one executable, but means {listed(found)}; name one")
     return found[0]
+
+
+def pair_up(one: Mapping[str, str | None], other: Mapping[str, str | None]) -> dict[str, str]:
+    """Which names of two sources mean the same executable, in the order of the first.
+
+    Those of one name, then of one fingerprint, then of one name without the fingerprint that a
+    store of several engines puts behind it; never where another of the same source would do.
+    Both sources are fingerprints by name, None where one is not known.
+    """
+    keys: tuple[Callable[[str, str | None], str | None], ...] = (
+        lambda name, _: name,
+        lambda _, fingerprint: fingerprint,
+        lambda name, _: name.partition(" @")[0],
+    )
+    found: dict[str, str] = {}
+    for key in keys:
+        mine = [(key(*item), item[0]) for item in one.items() if item[0] not in found]
+        theirs = [(key(*item), item[0]) for item in other.items() if item[0] not in found.values()]
+        often = [Counter(each for each, _ in side) for side in (mine, theirs)]
+        by_key = dict(theirs)
+        found |= {
+            name: by_key[each]
+            for each, name in mine
+            if each is not None and often[0][each] == often[1][each] == 1
+        }
+    return {name: found[name] for name in one if name in found}
 
 
 def _has_words(name: str, words: Sequence[str]) -> bool:

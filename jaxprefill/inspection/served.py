@@ -1,5 +1,6 @@
 """The executables of a running server, as it tells of them over HTTP."""
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -38,12 +39,12 @@ class ServerSource:
         self._key = api_key
         info = self._ask("/executables")
         try:
-            self._records = {record["name"]: record for record in info["executables"]}
-            self.chip = find_chip(info["device"]["platform"], info["device"]["kind"])
+            self._records = {str(record["name"]): record for record in info["executables"]}
+            self.chip = find_chip(str(info["device"]["platform"]), str(info["device"]["kind"]))
         except (KeyError, TypeError) as error:
-            raise InspectionError(
-                f"{self._url} must answer /executables as jaxprefill does, but lacks {error}"
-            ) from error
+            raise self._stranger(error) from error
+        if not self._records:
+            raise InspectionError(f"{self._url} has no executables; ask again when it is ready")
 
     @property
     def names(self) -> list[str]:
@@ -69,16 +70,27 @@ class ServerSource:
     def _text(self, name: str, stage: Stage) -> str | Missing:
         if stage != "hlo":
             return Missing(_LOCAL)
-        return str(self._ask(f"/executables/{urllib.parse.quote(name)}")["text"])
+        told = self._ask(f"/executables/{urllib.parse.quote(name)}")
+        try:
+            return str(told["text"])
+        except (KeyError, TypeError) as error:
+            raise self._stranger(error) from error
+
+    def _stranger(self, error: Exception) -> InspectionError:
+        return InspectionError(
+            f"{self._url} must answer /executables as jaxprefill does: {error!r}; is it another "
+            "server?"
+        )
 
     def _ask(self, path: str) -> Any:
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        request = urllib.request.Request(self._url + path, headers=headers)
         try:
+            request = urllib.request.Request(self._url + path, headers=headers)
             with urllib.request.urlopen(request, timeout=_PATIENCE_S) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             body = error.read().decode(errors="replace")
             raise InspectionError(f"{self._url}{path} answers {error.code}: {body:.300}") from error
-        except (OSError, ValueError) as error:
-            raise InspectionError(f"{self._url} does not answer: {error}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            why = str(error) or type(error).__name__
+            raise InspectionError(f"{self._url} does not answer as a server: {why}") from error

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,9 +50,8 @@ class StoreSource:
             for entry in entries
         }
         self._load = load
-        facts = entries[0].facts
-        platform, kind = facts.get("platform", ""), facts.get("device_kind", "")
-        self.chip = find_chip(str(platform), str(kind))
+        self._find_chip = find_chip
+        self.chip = self._chip_of(entries[0])
 
     @property
     def names(self) -> list[str]:
@@ -64,10 +62,9 @@ class StoreSource:
         """See `Source.open`."""
         entry = self._entries[name]
         facts, record = entry.facts, entry.record
-        kind = str(facts.get("device_kind", self.chip.kind))
         return Inspected(
             name=name,
-            chip=self.chip if kind == self.chip.kind else replace(self.chip, kind=kind),
+            chip=self._chip_of(entry),
             read_text=partial(self._text, entry),
             facts=facts | {"job": entry.job},
             temp_bytes=record.get("temp_bytes"),
@@ -77,6 +74,10 @@ class StoreSource:
             compile_s=record.get("compile_s"),
             fingerprint=entry.fingerprint,
         )
+
+    def _chip_of(self, entry: StoredExecutable) -> Chip:
+        facts = entry.facts
+        return self._find_chip(str(facts.get("platform", "")), str(facts.get("device_kind", "")))
 
     def _text(self, entry: StoredExecutable, stage: Stage) -> str | Missing:
         try:

@@ -99,7 +99,7 @@ def number(value: float | None) -> str:
     if value is None:
         return ""
     for unit in _UNITS[:-1]:
-        if abs(value) < 1000:
+        if abs(value) < 999.5:  # which is printed as 1e+03
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}{_UNITS[-1]}"

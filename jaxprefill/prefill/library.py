@@ -106,16 +106,18 @@ class Library:
         if self.named is None or not names:
             return
         store = self.named
-        other = next(store.entries(), None)
-        why = "it is empty" if other is None else "other shapes or options, or damage"
-        if other is not None and other.facts != self.facts:
-            found, wanted = other.facts, self.facts
-            keys = sorted(key for key in wanted if found.get(key) != wanted[key])
-            why = f"made for another {', '.join(keys)}"
+        others = [self._differing(other.facts) for other in store.entries()]
+        nearest = min(others, key=len, default=None)
+        why = "it is empty" if nearest is None else "other shapes or options, or damage"
+        if nearest:
+            why = f"made for another {', '.join(nearest)}"
         self.report(
             f"{len(names)} of {len(records)} executables are not in {store.folder} ({why}) and "
             f"were compiled: {listed(names, limit=4)}; `jaxprefill compile --out` adds them"
         )
+
+    def _differing(self, facts: dict[str, Any]) -> list[str]:
+        return sorted(key for key, wanted in self.facts.items() if facts.get(key) != wanted)
 
     def prune(self) -> None:
         """Deletes what has long been of no use, where anything was written."""

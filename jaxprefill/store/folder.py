@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 _EXECUTABLES, _RESULTS = "executables", "results"
 _SCRATCH_S = 3600.0  # older files that no manifest names were left by a process that ended
+# Names of a set's folder and of the files in it, and of files that are being written.
+_SET = re.compile(r"[0-9a-f]{16}")
+_OWN = re.compile(r"\w+-[0-9a-f]{16}(\.json|-[0-9a-f]{16}\.(bin|\w+\.gz))|\.new-\w+")
 
 
 @dataclass(frozen=True)
@@ -178,10 +181,7 @@ class Store:
 
     def touch(self, entry: StoredExecutable) -> None:
         """Notes that it was used, where the folder can be written."""
-        try:
-            self._manifest(entry.name, entry.facts, entry.job).touch()
-        except OSError:
-            logger.debug("%s: the use of %s is not noted", self.folder, entry.name)
+        _note_use(self._manifest(entry.name, entry.facts, entry.job))
 
     # --- small results
 
@@ -195,7 +195,10 @@ class Store:
     def read_result(self, kind: str, facts: Facts) -> Any:
         """What was written for these facts, or None; damage is a warning, and None too."""
         path = self._result(kind, facts)
-        return None if not path.exists() else self._read_result(path, dict(facts))[1]
+        if not path.exists():
+            return None
+        _note_use(path)
+        return self._read_result(path, dict(facts))[1]
 
     def results(self, kind: str) -> list[tuple[dict[str, Any], Any]]:
         """All of a kind, each with the facts for which it holds; damage is a warning."""
@@ -220,7 +223,9 @@ class Store:
     def prune(self, *, unused_s: float, is_verified: bool = True) -> tuple[int, int]:
         """Deletes executables that no start has used for so long, damaged ones, and leftovers.
 
-        Without `is_verified` payloads are not read, and damage is found in manifests alone.
+        So go notes of checks that passed, which a start makes again; other small results stay, as
+        do files whose names a store does not give. Without `is_verified` payloads are not read,
+        and damage is found in manifests alone.
 
         Returns:
             How many files, and their bytes.
@@ -234,6 +239,9 @@ class Store:
                 (doomed if is_unused or found.fault is not None else kept).update(found.files)
         limit_s = min(unused_s, _SCRATCH_S)
         doomed |= {path for path, one in seen.items() if now - one.st_mtime > limit_s}
+        stale = self._stale_results(before=now - unused_s, scratch_before=now - limit_s)
+        seen |= stale
+        doomed |= stale.keys()
         gone = [
             seen[path].st_size
             for path in doomed - kept
@@ -245,12 +253,28 @@ class Store:
         return len(gone), sum(gone)
 
     def _own_files(self) -> Iterator[Path]:
-        """What lies where executables do; what a link leads to is not this store's to delete."""
+        """Files of executables by their names; what a link leads to is not this store's to delete.
+
+        The folder may be any that a user names: what else lies in it is not touched.
+        """
         for folder in self.folder.glob(f"{_EXECUTABLES}/*"):
-            if not any(place.is_symlink() for place in (folder, folder.parent)):
-                yield from (
-                    path for path in folder.glob("*") if path.is_symlink() or not path.is_dir()
-                )
+            if _SET.fullmatch(folder.name) and not _is_linked(folder):
+                yield from (path for path in folder.glob("*") if _is_own(path))
+
+    def _stale_results(self, *, before: float, scratch_before: float) -> dict[Path, os.stat_result]:
+        """Of small results, old ones that say only that something passed, and unfinished ones."""
+        found: dict[Path, os.stat_result] = {}
+        for path in self.folder.glob(f"{_RESULTS}/*/*"):
+            if _is_linked(path.parent) or path.is_symlink() or not path.is_file():
+                continue
+            seen = path.lstat()
+            if path.name.startswith(".new-"):
+                is_stale = seen.st_mtime < scratch_before
+            else:
+                is_stale = seen.st_mtime < before and self._read_result(path)[1] is True
+            if is_stale:
+                found[path] = seen
+        return found
 
     def _read_result(
         self, path: Path, expected: dict[str, Any] | None = None
@@ -289,6 +313,22 @@ class Store:
 
     def _result(self, kind: str, facts: Facts) -> Path:
         return self.folder / _RESULTS / kind / f"{digest(facts)[:32]}.json"
+
+
+def _is_linked(folder: Path) -> bool:
+    return folder.is_symlink() or folder.parent.is_symlink()
+
+
+def _is_own(path: Path) -> bool:
+    return _OWN.fullmatch(path.name) is not None and (path.is_symlink() or not path.is_dir())
+
+
+def _note_use(path: Path) -> None:
+    """That a file was used shows in its time, where the folder can be written."""
+    try:
+        os.utime(path, follow_symlinks=False)
+    except OSError:
+        logger.debug("the use of %s is not noted", path)
 
 
 def _unlink_unchanged(path: Path, seen: os.stat_result) -> bool:
