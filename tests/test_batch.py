@@ -315,9 +315,23 @@ def test_an_output_of_another_input_is_refused(files):
         with pytest.raises(ConfigError, match="another input's"):
             run(source, output, mode="resume")
         assert output.read_bytes() == before
-    output.write_bytes(b"my diary\n")
-    with pytest.raises(ConfigError, match=r"line 1 of .* is no answer"):
+    source.write_bytes(jsonl(map(request, "abc")))
+    output.write_bytes(before + b"my diary\n")
+    with pytest.raises(ConfigError, match=r"line 3 of .* is no answer"):
         run(source, output, mode="resume")
+
+
+@pytest.mark.parametrize(
+    "text", [b"my diary\n", b'{"id":1}', b"a\nb", gzip.compress(b"my diary\n")]
+)
+def test_what_no_run_wrote_is_not_cut_off(files, text):
+    source, output = files
+    source.write_bytes(jsonl([request("a")]))
+    for name, data in ((output, text), (output.with_suffix(".gz"), gzip.compress(text)[:-4])):
+        name.write_bytes(data)
+        with pytest.raises(ConfigError, match=r"earlier run, but .* is none"):
+            run(source, name, mode="resume")
+        assert name.read_bytes() == data
 
 
 def test_what_an_output_holds_is_not_thrown_away_unasked(files):

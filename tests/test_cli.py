@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import MISSING, fields
@@ -380,7 +381,12 @@ def test_a_model_that_is_not_there_gives_status_1(cli, model):
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(CompileError("no memory"), 1), (KeyboardInterrupt(), 130), (BrokenPipeError(), 141)],
+    [
+        (CompileError("no memory"), 1),
+        (KeyboardInterrupt(), 130),
+        (KeyboardInterrupt(signal.SIGTERM), 143),
+        (BrokenPipeError(), 141),
+    ],
 )
 def test_status_of_other_ends(shared, cli, error, status):
     def fail(prompts, params):

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import socket
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from jaxprefill.admission import Admission, Wants
 from jaxprefill.config import make_config
 from jaxprefill.errors import ConfigError, EngineUnavailable, RequestError
 from jaxprefill.remote.client import EngineProcess
-from jaxprefill.remote.messages import FROM_ENGINE, HEADER, TO_ENGINE, Submit, Updates, frame
+from jaxprefill.remote.messages import FROM_ENGINE, HEADER, TO_ENGINE, Ended, Submit, Updates, frame
+from jaxprefill.remote.worker import Outbox, _inbox
 from jaxprefill.request import Request, SamplingParams
 from jaxprefill.tokenizer import Tokenizer
 from jaxprefill.updates import RequestUpdate, SampledToken
@@ -165,6 +168,20 @@ def test_a_start_can_be_broken_off(options):
         await asyncio.wait_for(running, 5)
 
     asyncio.run(start())
+
+
+def test_a_process_ends_with_its_parent_whatever_that_had_not_read(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(b"unread")
+        ours.close()  # so that reading gives an error and not an end
+        outbox = Outbox(theirs)
+        outbox.put(Ended(1, "RequestError", "nobody hears this"))
+        outbox.close()
+        _inbox(theirs)
+        assert ended.wait(60)
 
 
 def test_an_engine_that_cannot_start_says_why(options):

@@ -187,6 +187,7 @@ def test_faults_of_tables_are_named(score, name, text, status, words):
         (("-i", "in.csv", "-o", "out.jsonl", "--embed"), "--output must be a csv file"),
         (("-i", "in.csv", "-o", "in.csv", "--embed"), "--overwrite replaces it"),
         (("-i", "in.csv", "-o", "in.csv", "--embed", "--overwrite"), "another file"),
+        (("-i", "in.part.csv", "-o", "in.csv", "--embed", "--overwrite"), "another file"),
         (("-i", "in.csv", "-o", ".", "--format", "csv", "--embed", "--overwrite"), "the folder ."),
         (("-i", "in.csv", "-o", "out.csv"), "required"),
         (("-i", "in.csv", "-o", "out.csv", "--embed", "--template", "a"), "must hold {text}"),
@@ -199,9 +200,22 @@ def test_faults_of_tables_are_named(score, name, text, status, words):
 def test_mistakes_are_told(score, argv, words):
     if "parquet" in argv:
         pytest.importorskip("pyarrow")
-    (score.folder / "in.csv").write_text("text\na\n")
+    for name in ("in.csv", "in.part.csv"):
+        (score.folder / name).write_text("text\na\n")
     status, said = score(*argv)
     assert (status, words in said) == (2, True), said
+    assert Path("in.part.csv").read_text() == "text\na\n"
+
+
+def test_what_is_quoted_in_a_csv_file_stays_in_its_row(score):
+    rows = [["text", 'a"b'], ["x\ry", " z"], ["\r", "\n"], ["ab", "\r\n,'"]]
+    for ending in ("\n", "\r\n"):
+        wanted = csv_text(rows, lineterminator="\r\n")[:-2].replace("\r\n", ending) + ending
+        Path("in.csv").write_bytes(wanted.encode())
+        assert score("-i", "in.csv", "-o", "out.csv", "--perplexity", "--overwrite")[0] == 0
+        written = Path("out.csv").read_bytes().decode()
+        found = list(csv.reader(io.StringIO(written, newline=""), strict=True))
+        assert [row[:2] for row in found] == list(csv.reader(io.StringIO(wanted, newline="")))
 
 
 def test_an_output_stays_the_pipe_or_the_link_that_it_is(score):

@@ -5,6 +5,7 @@ Imports no jax, so that --help and --version are quick.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,7 +23,6 @@ COMMANDS = (
 
 FAILURE = 1
 USAGE_ERROR = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
@@ -41,22 +41,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, USAGE_ERROR)
     except JaxPrefillError as error:
         return _fail(error, FAILURE)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         note("jaxprefill: interrupted")
-        return INTERRUPTED
+        return 128 + (stop.args or (signal.SIGINT,))[0]  # as shells have it
     except BrokenPipeError:
         discard_stdout()
         return BROKEN_PIPE
 
 
 def run() -> NoReturn:
-    """The script entry: `main`, and the exit.
+    """The script entry: `main`, and the exit. What ends a process politely is as Ctrl-C.
 
-    After Ctrl-C the process ends at once: at a normal exit Python would wait for the threads that
+    After that the process ends at once: at a normal exit Python would wait for the threads that
     compile.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, _interrupt)
     status = main()
-    if status == INTERRUPTED:
+    if status > 128 and status != BROKEN_PIPE:
         os._exit(status)
     sys.exit(status)
 
@@ -101,6 +104,10 @@ def _run(argv: Sequence[str] | None) -> int:
     command: Command = args.command
     with logging_to_stderr(is_verbose=args.verbose):
         return command.run(args)
+
+
+def _interrupt(number: int, _: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
 
 
 def _fail(error: JaxPrefillError, status: int) -> int:

@@ -28,6 +28,7 @@ from jaxprefill.offline.scoring import (
     format_of,
     label_measure,
     open_table,
+    part_of,
     perplexity_measure,
 )
 from jaxprefill.offline.session import OfflineSession
@@ -82,7 +83,7 @@ def run_score_file(config: EngineConfig, args: argparse.Namespace, labels: list[
     if not args.format and args.output != STANDARD and format_of(args.output) != kind:
         raise ConfigError(f"--output must be a {kind} file, as --input is, got {args.output}")
     template, progress = args.template.replace("\\n", "\n"), ScoringProgress()
-    with _source(args) as source:
+    with _source(args, part_of(args.output)) as source:
         table = open_table(source, args.text_column, kind)
 
         def make(names: Sequence[str]) -> ScoringJob:
@@ -105,10 +106,10 @@ def run_score_file(config: EngineConfig, args: argparse.Namespace, labels: list[
     return SOME_FAILED if progress.num_failed else 0
 
 
-def _source(args: argparse.Namespace) -> Source:
+def _source(args: argparse.Namespace, *others: str) -> Source:
     """The open input; it must not be what an output would throw away."""
     source = Source(args.input)
-    if source.leads_to(args.output):
+    if any(map(source.leads_to, (args.output, *others))):
         source.close()
         raise ConfigError(f"--output must be another file than --input, got {args.output}")
     return source

@@ -29,6 +29,7 @@ from jaxprefill.server.endpoints import Endpoint
 from jaxprefill.server.replies import encode
 
 DEFAULT_WINDOW = 1024
+_START = b'{"id":"batch_req_'  # of every answer
 
 
 class _Envelope(msgspec.Struct):
@@ -159,7 +160,7 @@ class BatchJob:
 
     def _known(self) -> Iterator[_Answered]:
         """The lines that the output holds, after what was not completed is cut off."""
-        self._output.trim()
+        self._output.trim(_START)
         with Source(self._output.name) as source:
             reader = LineReader(source, max_bytes=2**31)
             while (lines := reader.read()) is not None:

@@ -139,6 +139,14 @@ def whole_length(stream: BinaryIO, codec: Codec, name: str) -> int:
     return whole
 
 
+def first_text(stream: BinaryIO, codec: Codec, size: int) -> bytes:
+    """The first bytes of a file's text, as far as they are whole."""
+    stream.seek(0)
+    if codec.decompressor is None:
+        return stream.read(size)
+    return codec.decompressor().decompress(stream.read(_CHUNK))[:size]
+
+
 def _whole_lines(stream: BinaryIO) -> int:
     position = end = stream.seek(0, io.SEEK_END)
     while position > 0:

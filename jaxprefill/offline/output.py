@@ -8,7 +8,7 @@ import time
 from typing import Literal, Self
 
 from jaxprefill.errors import ConfigError, JaxPrefillError
-from jaxprefill.offline.compression import PLAIN, codec_of_path, whole_length
+from jaxprefill.offline.compression import PLAIN, codec_of_path, first_text, whole_length
 from jaxprefill.offline.lines import STANDARD
 
 Mode = Literal["new", "overwrite", "resume"]
@@ -44,14 +44,21 @@ class LineOutput:
             self._file.close()
             raise
 
-    def trim(self) -> None:
+    def trim(self, start: bytes) -> None:
         """Cuts off what a run that was killed had not completed.
 
         Raises:
+            ConfigError: it does not begin with `start`, as every line does: it is something else.
             JaxPrefillError: the file is damaged.
         """
         with open(self.name, "rb") as stream:
             length = whole_length(stream, self._codec, self.name)
+            found = first_text(stream, self._codec, 2 * len(start)).replace(b" ", b"")
+        if not start.startswith(found[: len(start)]):
+            raise ConfigError(
+                f"--resume needs an output of an earlier run, but {self.name} is none; name "
+                "another output"
+            )
         os.ftruncate(self._file.fileno(), length)
 
     def write(self, lines: bytes) -> None:

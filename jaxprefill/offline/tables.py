@@ -4,7 +4,6 @@ Texts are UTF-8. What stood in a row stays as it was; JSON rows do so byte by by
 """
 
 import csv
-import io
 import json
 import math
 from collections.abc import Generator, Iterable, Sequence
@@ -244,6 +243,13 @@ class CsvTable:
         return text
 
 
+class _Lines(list[str]):
+    """The lines of csv.writer; they end in CR LF, as else it would not quote a lone CR."""
+
+    def write(self, text: str, /) -> None:
+        self.append(text)
+
+
 class _CsvWriter:
     def __init__(self, output: LineOutput, delimiter: str, ending: str) -> None:
         self._output = output
@@ -254,10 +260,9 @@ class _CsvWriter:
         self.write_fields([[*row.kept, *map(_as_text, values)] for row, values in rows])
 
     def write_fields(self, rows: Sequence[Sequence[str]]) -> None:
-        text = io.StringIO(newline="")
-        writer = csv.writer(text, delimiter=self._delimiter, lineterminator=self._ending)
-        writer.writerows(rows)
-        self._output.write(text.getvalue().encode())
+        lines = _Lines()
+        csv.writer(lines, delimiter=self._delimiter).writerows(rows)
+        self._output.write("".join(line[:-2] + self._ending for line in lines).encode())
 
     def close(self) -> None:
         self._output.close()

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import BinaryIO
 
@@ -68,6 +69,10 @@ class Outbox:
         self._thread.join()
 
     def _run(self) -> None:
+        with suppress(OSError):  # nobody reads any more: the inbox ends the process
+            self._send_all()
+
+    def _send_all(self) -> None:
         updates: list[tuple[int, RequestUpdate]] = []
         while (item := self._queue.get()) is not None:
             if isinstance(item, tuple):
@@ -232,8 +237,9 @@ def _inbox(connection: socket.socket) -> Inbox:
     found: Inbox = queue.SimpleQueue()
 
     def read(stream: BinaryIO) -> None:
-        while len(header := stream.read(HEADER.size)) == HEADER.size:
-            found.put(TO_ENGINE.decode(stream.read(*HEADER.unpack(header))))
+        with suppress(OSError):  # a parent that dies with updates unread resets the connection
+            while len(header := stream.read(HEADER.size)) == HEADER.size:
+                found.put(TO_ENGINE.decode(stream.read(*HEADER.unpack(header))))
         os._exit(0)  # the parent is gone: nobody wants what is being computed
 
     stream = connection.makefile("rb")
