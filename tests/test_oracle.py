@@ -121,6 +121,12 @@ def test_transformers_4_and_5_layouts_mean_the_same(case):
     assert read_config(case.hf) == open_fixture(case.name).config
 
 
+def test_gemma_3_caps_no_scores_whatever_its_config_says():
+    case = next(case for case in CASES if case.name == "gemma3_two_ropes")
+    capped = read_config(case.hf | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0})
+    assert capped == replace(read_config(case.hf), logit_soft_cap=3.0)
+
+
 @pytest.mark.parametrize("name", ROPE_CASES)
 def test_rotary_tables_equal_the_oracle_up_to_position_131071(name):
     config = read_config(ROPE_CASES[name])

@@ -28,7 +28,7 @@ class Gemma3(DenseDecoder):
     @staticmethod
     def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         """See `DenseDecoder.read_config`."""
-        values = {**_DEFAULTS, **hf}
+        values = {**_DEFAULTS, **hf, "attn_logit_softcapping": None}  # a key of no effect
         full, sliding = _split_rope(values)
         given = HfValues(values)
         every = given.integer("sliding_window_pattern")
