@@ -8,7 +8,7 @@ on random numbers, for the last tokens of a request as long as max context: `ms`
 *materialised* keeps the indexer's logits of all tokens and entries (4 bytes x tokens x context / 4,
 as SGLang does), *streaming* those of one tile and block, and *pallas_triton*, on a GPU, does so in
 a kernel and attends in another. `context_temp_bytes` is what exceeds the same layer at a context of
-4096.
+4096. Contexts are rounded up to pages of 128 tokens.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from flax import nnx
 
 from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.config import ModelConfig, RopeConfig
+from jaxprefill.errors import ConfigError
 from jaxprefill.integers import parse_count
 from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.attention.tiles import tile_capacity
@@ -36,12 +37,14 @@ from jaxprefill.models.deepseek_v4.layer import DeepseekV4Layer, cache_spec
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.moe_config import MoeConfig
 from jaxprefill.prefill.compiler import CPU_OPTIONS
+from jaxprefill.prefill.contexts import resolve_max_contexts
 
 VARIANTS: tuple[CoreVariant, ...] = ("materialised", "streaming", "pallas_triton")
 LINE = (
     "{variant:13} {tokens:6} tokens, max context {max_context:8}: {temp_bytes:11} bytes, "
     "of context {context_temp_bytes:11}"
 )
+FLAGS = ("--tokens", "--context", "--max-context")
 PAGE, SLOTS, TILE = 128, 1, 64
 SMALL_CONTEXT = 4096
 RUNS = 3
@@ -167,7 +170,7 @@ def row(
 ) -> dict[str, str | int | float]:
     """One measurement."""
     found = temp_bytes(variant, tokens, context, max_context, dtype)
-    least = temp_bytes(variant, tokens, context, SMALL_CONTEXT, dtype)
+    least = temp_bytes(variant, tokens, context, min(SMALL_CONTEXT, max_context), dtype)
     timed = {}
     if jax.default_backend() == "gpu":
         timed["ms"] = run_ms(variant, tokens, context, max_context, dtype)
@@ -203,22 +206,51 @@ def draw(rows: list[dict], out: Path) -> None:
     figure.savefig(out, dpi=110, bbox_inches="tight")
 
 
+def shapes_of(given: dict[str, str | None]) -> tuple[list[int], list[int]]:
+    """(token counts, max contexts) of the three flags; the first max context is the model's.
+
+    Raises:
+        ConfigError: one is no positive count, or more than the next.
+    """
+    found = {name: parse_count(name, text) for name, text in given.items() if text is not None}
+    for name, value in found.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    context = -(-found.get("--context", 1 << 20) // PAGE) * PAGE
+    bounds = tuple(bound for bound in (1 << 16, 1 << 18) if bound < context)
+    rounded = resolve_max_contexts(
+        (found["--max-context"],) if "--max-context" in found else bounds,
+        page_size=PAGE,
+        model_context=context,
+        context=context,
+        is_used=True,
+    )
+    least = min(rounded)
+    tokens = [found["--tokens"]] if "--tokens" in found else [2048, 8192]
+    fitting = [count for count in tokens if count <= least]
+    if not fitting:
+        raise ConfigError(f"--tokens must be at most the max context of {least}, got {tokens[0]}")
+    return fitting, sorted({context, *rounded}, reverse=True)
+
+
 def main() -> None:
     """Prints JSON, or a table beside a plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    for name in ("--tokens", "--context", "--max-context"):
-        parser.add_argument(name, type=partial(parse_count, name))
+    for name in FLAGS:
+        parser.add_argument(name)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path, default=Path("benchmarks/results/context_memory.png"))
     args = parser.parse_args()
-    context = args.context or 1 << 20
-    tokens = [args.tokens] if args.tokens else [2048, 8192]
-    bounds = [args.max_context] if args.max_context else [1 << 16, 1 << 18]
+    try:
+        given = vars(args)
+        tokens, bounds = shapes_of({name: given[name[2:].replace("-", "_")] for name in FLAGS})
+    except ConfigError as error:
+        parser.error(str(error))
     rows = []
     variants = VARIANTS if jax.default_backend() == "gpu" else VARIANTS[:2]
-    for variant, count, bound in product(variants, tokens, (context, *reversed(bounds))):
-        rows.append(row(variant, count, context, bound, args.dtype))
+    for variant, count, bound in product(variants, tokens, bounds):
+        rows.append(row(variant, count, bounds[0], bound, args.dtype))
         if not args.json:
             took = f", {rows[-1]['ms']:.2f} ms" if "ms" in rows[-1] else ""
             print(LINE.format(**rows[-1]) + took, flush=True)

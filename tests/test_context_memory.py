@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.context_memory import temp_bytes
+from benchmarks.context_memory import FLAGS, shapes_of, temp_bytes
+from jaxprefill.errors import ConfigError
 from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.attention.tiles import plan_tiles
 from jaxprefill.models.deepseek_v4.attend import tile_of
@@ -68,6 +69,28 @@ def test_streaming_and_materialised_choose_the_same_entries_in_the_same_order_ti
             best = np.argsort(-scores, kind="stable")[:TOP_K]
             assert chosen[: len(best)].tolist() == best.tolist()
             assert (chosen[len(best) :] >= seen).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (("8192", "1M", "256K"), ([8192], [1 << 20, 1 << 18])),
+        ((None, "64K", "4.2k"), ([2048], [1 << 16, 4224])),
+        (("8", "8K", "8K"), ([8], [8192])),
+        (("8", "8K", None), ([8], [8192])),
+        (("0", None, None), "--tokens must be at least 1, got 0"),
+        (("1.5K", None, None), "--tokens: a fraction"),
+        (("8", "8K", "16K"), "must be at most the model's context of 8192, got 16384"),
+        (("9K", "16K", "8K"), "--tokens must be at most the max context of 8192, got 9216"),
+    ],
+)
+def test_flags_are_counts_in_order_of_size(given, found):
+    flags = dict(zip(FLAGS, given, strict=True))
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=found):
+            shapes_of(flags)
+    else:
+        assert shapes_of(flags) == found
 
 
 @pytest.mark.slow
