@@ -162,11 +162,15 @@ class Assembly:
         """The vote of the ranks that `transport` leads to; waits for all of them.
 
         Raises:
-            ConfigError: they were given other options.
+            ConfigError: they were given another model or other options.
+            EngineUnavailable: one of them does not come.
         """
         plan = self.plan
         shapes = f"{plan.path} {plan.eager_ladder} {plan.decode_slots} {plan.config.strict_prefill}"
-        return GroupVote(transport, self._policy, alike=shapes)
+        made = (
+            f"{plan.dtype.name} {plan.backend.name} pages of {plan.config.page_size} {plan.model}"
+        )
+        return GroupVote(transport, self._policy, alike=f"{shapes} {made}")
 
     @property
     def _policy(self) -> PrefillPolicy:

@@ -21,6 +21,7 @@ from jaxprefill.errors import ConfigError, EngineUnavailable
 from jaxprefill.loop import EngineLoop
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
+from jaxprefill.prefill import transport as transport_module
 from jaxprefill.prefill.buckets import BucketLadder
 from jaxprefill.prefill.policy import Fallback, FallbackReason, PrefillPolicy, Use, decide
 from jaxprefill.prefill.transport import KeyValueTransport, LocalGroup
@@ -115,6 +116,12 @@ def test_ranks_that_were_given_other_options_are_all_told():
     assert run_ranks(LocalGroup(2), [join(8), join(16)]) == [True, True]
 
 
+def test_a_rank_that_never_comes_is_told_to_those_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr(transport_module, "_PATIENCE_S", 0.001)
+    with pytest.raises(EngineUnavailable, match="rank 0 waited for one in vain"):
+        GroupVote(LocalGroup(2).member(0), POLICY)
+
+
 class Store:
     """A key-value store as `jax.distributed` has it."""
 
@@ -148,7 +155,33 @@ def test_a_key_value_store_carries_many_rounds_and_keeps_two_at_most():
         found = list(pool.map(talk, range(3)))
     assert found[0] == found[1] == found[2]
     assert found[0] == [[(rank, number) for rank in range(3)] for number in range(50)]
-    assert len(store.values) == 3
+    assert len([key for key in store.values if key.count("/") == 2]) == 3
+
+
+def test_a_rank_or_a_name_of_a_group_is_taken_once():
+    store = Store()
+    KeyValueTransport(store, rank=0, size=2, name="group")
+    with pytest.raises(ConfigError, match="rank 0 of 'group' is in use or was"):
+        KeyValueTransport(store, rank=0, size=2, name="group")
+    for rank in (-1, 2):
+        with pytest.raises(ConfigError, match="0 to 1 in a group of 2"):
+            KeyValueTransport(store, rank=rank, size=2, name="group")
+        with pytest.raises(ConfigError, match="0 to 1 in a group of 2"):
+            LocalGroup(2).member(rank)
+
+
+def test_ranks_of_another_model_are_told(engine):
+    other = replace(engine.plan, model=replace(engine.plan.model, norm_eps=1e-3))
+    plans = (engine.plan, replace(engine.plan, num_pages=2), other)
+
+    def join(plan):
+        def run(transport):
+            with pytest.raises(ConfigError, match=r"ranks \[2\] differ from rank 0"):
+                Assembly.of(plan, num_valid=1).group_vote(transport)
+
+        return run
+
+    run_ranks(LocalGroup(3), [join(plan) for plan in plans])
 
 
 def members(engine, group):

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from jaxprefill.errors import ConfigError
+
 _PATIENCE_S = 600.0  # a rank that says nothing for so long is taken for dead
 
 
@@ -28,7 +30,12 @@ class LocalGroup:
         self._barrier = threading.Barrier(size)
 
     def member(self, rank: int) -> "LocalTransport":
-        """The end of one rank."""
+        """The end of one rank.
+
+        Raises:
+            ConfigError: the group has no such rank.
+        """
+        _check_rank(rank, self.size)
         return LocalTransport(self, rank)
 
     def exchange(self, rank: int, numbers: Sequence[int]) -> list[tuple[int, ...]]:
@@ -78,7 +85,19 @@ class KeyValueTransport:
     """`Transport` between processes, through a key-value store."""
 
     def __init__(self, client: KeyValueClient, *, rank: int, size: int, name: str) -> None:
-        """`name` sets the group's keys apart from others."""
+        """`name` sets the group's keys apart from others, of groups that are gone too.
+
+        Raises:
+            ConfigError: the group has no such rank, or another process has it, or the name is used.
+        """
+        _check_rank(rank, size)
+        try:
+            client.key_value_set(f"{name}/{rank}", "")
+        except Exception as error:
+            raise ConfigError(
+                "name must be new, and every rank given to one process alone, but rank "
+                f"{rank} of {name!r} is in use or was ({error}); choose another name"
+            ) from error
         self.rank = rank
         self._client = client
         self._size = size
@@ -106,3 +125,8 @@ class KeyValueTransport:
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/{number}/{rank}"
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank must be 0 to {size - 1} in a group of {size}, got {rank}")

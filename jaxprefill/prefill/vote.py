@@ -103,17 +103,18 @@ class GroupVote:
 
         Raises:
             ConfigError: on every rank, where one brings others than the first.
+            EngineUnavailable: a rank does not come.
         """
         self.is_leaving = False
         self.is_over = False
         self._transport = transport
         self._policy = policy
         digest = zlib.crc32(f"{policy} {alike}".encode())
-        digests = [digest for (digest,) in transport.gather((digest,))]
+        digests = [digest for (digest,) in self._gather((digest,))]
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
             raise ConfigError(
-                "all ranks of a group must be given the same prefill options, but ranks "
+                "all ranks of a group must be given the same model and prefill options, but ranks "
                 f"{others} differ from rank 0; rank {transport.rank} has {policy} {alike}"
             )
 
@@ -130,18 +131,20 @@ class GroupVote:
             EngineUnavailable: a rank does not answer any more.
         """
         own = ballot_of(self._policy, batch)._replace(is_leaving=int(self.is_leaving))
-        try:
-            told = self._transport.gather(own)
-        except Exception as error:
-            self.is_over = True
-            raise EngineUnavailable(
-                f"every rank of a group must answer, but rank {self._transport.rank} waited for "
-                f"one in vain ({error!r}); start the engines of all ranks anew"
-            ) from error
-        group = tally([Ballot(*numbers) for numbers in told])
+        group = tally([Ballot(*numbers) for numbers in self._gather(own)])
         self.is_over = bool(group.is_leaving)
         if group.is_busy:
             return group
         if not self.is_over:
             time.sleep(_PAUSE_S)
         return None
+
+    def _gather(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        try:
+            return self._transport.gather(numbers)
+        except Exception as error:
+            self.is_over = True
+            raise EngineUnavailable(
+                f"every rank of a group must answer, but rank {self._transport.rank} waited for "
+                f"one in vain ({error!r}); start the engines of all ranks anew"
+            ) from error
