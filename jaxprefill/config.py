@@ -317,11 +317,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._coerce()
-        counts = ("context_length", "kv_cache_tokens", "max_running_requests")
+        counts = ("context_length", "kv_cache_tokens", "max_running_requests", "seed")
         counts += ("chunked_prefill_size", "full_prefill_max_req", "tensor_parallel_size")
         for name in counts:
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+            least = 0 if name == "seed" else 1
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
         if not 1 <= self.page_size <= 128 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, 1 to 128, got {self.page_size}")
         if not 0.05 <= self.memory_fraction <= 0.98:
@@ -332,9 +333,10 @@ class EngineConfig:
                 "max_padding_factor must be a number from 1, or left out for no limit, "
                 f"got {factor}"
             )
-        for value in self.prefill_max_context:
-            if value < 1:
-                raise ConfigError(f"prefill_max_context must be a positive integer, got {value}")
+        for name in ("prefill_max_context", "prefill_buckets"):
+            for value in () if isinstance(given := getattr(self, name), str) else given:
+                if value < 1:
+                    raise ConfigError(f"{name} must be a positive integer, got {value}")
         if not self.prefill_buckets:
             raise ConfigError("prefill_buckets must name at least one count, got none")
         if isinstance(self.prefill_buckets, str):
@@ -364,12 +366,10 @@ class EngineConfig:
 
         Nothing else, as whatever such an object names counts as said by the user.
         """
-        prefill = [item for item, _ in engine_options() if item.metadata["is_prefill"]]
-        values = {item.name: getattr(self, item.name) for item in prefill}
         return {
             item.name: list(value) if isinstance(value, tuple) else value
-            for item in prefill
-            if (value := values[item.name]) != item.default
+            for item, _ in engine_options()
+            if item.metadata["is_prefill"] and (value := getattr(self, item.name)) != item.default
         }
 
 

@@ -5,6 +5,8 @@ Lower-case suffixes are decimal, capitals binary, and only the decimal ones take
 """
 
 import re
+from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 from jaxprefill.errors import ConfigError
@@ -19,13 +21,13 @@ _COUNT = re.compile(r"([+-]?\d+)(?:\.(\d+))?([kKmMgGtT]?)")
 
 
 def parse_count(name: str, value: Any) -> int:
-    """An integer from an int or from text with an optional suffix.
+    """An integer from an int, NumPy's too, or from text with an optional suffix.
 
     Raises:
         ConfigError: not a whole number, or a fraction with a binary suffix.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
     match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None or len(match.string) > _MOST_DIGITS:
         raise ConfigError(
@@ -45,12 +47,12 @@ def parse_count(name: str, value: Any) -> int:
 
 
 def parse_counts(name: str, value: Any) -> tuple[int, ...]:
-    """Integers from a comma-separated text, a sequence, or one integer."""
+    """Integers from a comma-separated text, anything that lists them, or one integer."""
     if isinstance(value, str):
         parts: list[Any] = [part for part in value.split(",") if part.strip()]
         if not parts:
             raise ConfigError(f"{name} must name at least one count, got {value!r}")
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, Iterable) and not isinstance(value, (bytes, Mapping)):
         parts = list(value)
     else:
         parts = [value]

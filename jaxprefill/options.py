@@ -31,6 +31,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     kinds = kinds or {hint}
     if value is None and type(None) in kinds:
         return None
+    if value is None and hint == tuple[int, ...]:
+        return ()
     if tuple[int, ...] in kinds:
         is_word = isinstance(value, str) and str in kinds and value.isalpha()
         return value if is_word else parse_counts(name, value)
@@ -44,7 +46,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         return value
     if get_origin(hint) is Literal:
         raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
-    raise ConfigError(f"{name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+    kind = {bool: "true or false", str: "text"}.get(hint, getattr(hint, "__name__", hint))
+    raise ConfigError(f"{name} must be {kind}, got {value!r}")
 
 
 def read_keys(name: str, given: Any, known: Collection[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 `EnginePlan` lists every executable that will exist, so that it can be read before start-up.
 """
 
+import logging
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,7 @@ from jaxprefill.prefill.contexts import resolve_max_contexts
 from jaxprefill.prefill.padding import BufferLayout
 from jaxprefill.scheduler import SchedulerLimits
 
+logger = logging.getLogger(__name__)
 MAX_RUNNING = 4096  # each request slot holds two rows of the vocabulary on the device
 
 
@@ -165,7 +167,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     share = _resolve_share(config, model, device)
     max_running = _resolve_running(config, is_cpu=is_cpu)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
-    slots = min(config.full_prefill_max_req or max_running, max_running)
+    slots = _resolve_slots(config, max_running)
     row_counts = _row_counts(max_running, dtype, is_cpu=is_cpu) if model.has_lm_head else ()
     eager_buckets = coarse_buckets(buckets[-1], factor=16 if is_cpu else 4)
     spec, step = model_class(share).cache_spec(share), (buckets[-1], max_running)
@@ -270,6 +272,17 @@ def _resolve_running(config: EngineConfig, *, is_cpu: bool) -> int:
     if running > MAX_RUNNING:
         raise ConfigError(f"max_running_requests must be at most {MAX_RUNNING}, got {running}")
     return running
+
+
+def _resolve_slots(config: EngineConfig, max_running: int) -> int:
+    asked = config.full_prefill_max_req or max_running
+    if asked > max_running:
+        logger.warning(
+            "full_prefill_max_req %d is lowered to max_running_requests, %d: no step has more",
+            asked,
+            max_running,
+        )
+    return min(asked, max_running)
 
 
 def _resolve_context(config: EngineConfig, model: ModelConfig) -> int:

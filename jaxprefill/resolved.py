@@ -26,6 +26,7 @@ def resolved_options(plan: EnginePlan) -> dict[str, Resolved]:
     pool = kind if plan.device.platform == "cpu" else "what memory_fraction leaves beside weights"
     return {
         "dtype": Resolved(plan.dtype.name, f"the fastest on this {plan.device.platform}"),
+        "quantization": Resolved(plan.model.quantization or "none", "as the model's files have it"),
         "context_length": Resolved(plan.context_length, "the model's limit"),
         "kv_cache_tokens": Resolved(
             plan.num_pages * page,

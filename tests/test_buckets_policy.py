@@ -95,7 +95,9 @@ def test_padding_is_no_reason_unless_a_limit_is_set():
 
 
 def test_the_eager_backend_disables_every_executable():
-    assert choose(4, is_enabled=False) == Fallback(FallbackReason.DISABLED)
+    found = choose(4, is_enabled=False)
+    assert found == Fallback(FallbackReason.DISABLED)
+    assert str(found) == "disabled (prefill_backend is eager)"
 
 
 @given(st.sets(st.integers(1, 5000), min_size=1, max_size=8), st.integers(1, 5000))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxprefill import warming
@@ -36,6 +37,7 @@ GPU = DeviceInfo(platform="gpu", kind="H200", memory_bytes=140 * 2**30, has_bf16
         ("2t", 2 * 10**12),
         ("2T", 2**41),
         (7, 7),
+        (np.int64(7), 7),
         (" 8 ", 8),
     ],
 )
@@ -54,8 +56,11 @@ def test_what_is_no_whole_number_is_refused_by_name(text):
 def test_lists_of_counts():
     assert parse_counts("x", "16,64,4K") == (16, 64, 4096)
     assert parse_counts("x", [1, 2]) == (1, 2) and parse_counts("x", 5) == (5,)
-    with pytest.raises(ConfigError):
-        parse_counts("x", ",")
+    assert parse_counts("x", range(64, 193, 64)) == (64, 128, 192)
+    assert parse_counts("x", np.array([1, 2])) == (1, 2)
+    for wrong in (",", {"a": 1}, b"16"):
+        with pytest.raises(ConfigError):
+            parse_counts("x", wrong)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +77,13 @@ def test_lists_of_counts():
         ("max_padding_factor", "nan", "max_padding"),
         ("max_padding_factor", "inf", "left out for no limit"),
         ("prefill_buckets", [], "at least one count"),
+        ("prefill_buckets", "0,8", "prefill_buckets must be a positive integer, got 0"),
         ("prefill_backend", None, "one of auto, full, layerwise, eager, got None"),
         ("prefill_max_context", "0", "positive"),
         ("prefill_max_context", "25.6K", "25.6k"),
         ("strict_prefill", "yes", "strict_prefill"),
         ("seed", "x", "seed"),
+        ("seed", -1, "seed must be at least 0"),
         ("model", 5, "model"),
         ("chunked_prefill_size", 1.5, "chunked"),
     ],
@@ -95,6 +102,7 @@ def test_text_is_taken_where_a_flag_would_give_it():
     config = make_config(prefill_buckets="16,64", kv_cache_tokens="4K", prefill_max_context="1k")
     assert config.prefill_buckets == (16, 64)
     assert config.kv_cache_tokens == 4096 and config.prefill_max_context == (1000,)
+    assert make_config(prefill_config='{"prefill_max_context": null}') == EngineConfig()
 
 
 def plan(device=CPU, model=None, **options):
@@ -160,6 +168,12 @@ def test_rounding_is_logged_and_what_no_executable_uses_is_warned_about(caplog):
     assert any("up to 112;" in line for line in told), "the same value is one shape"
     assert found.ladder.max_contexts == (8192,)
     assert [r.levelname for r in caplog.records if "ignored" in r.getMessage()] == ["WARNING"]
+
+
+def test_slots_that_no_step_can_fill_are_warned_about(caplog):
+    found = plan(full_prefill_max_req=99, max_running_requests=8)
+    assert found.ladder.num_slots == 8
+    assert "99 is lowered to max_running_requests, 8" in caplog.text
 
 
 def test_a_backend_that_is_not_bounded_by_a_max_context_fails_at_start_up(monkeypatch):
@@ -304,6 +318,7 @@ def test_resolved_options_say_what_was_left_open():
     assert found["prefill_max_context"] == ((112,), "whole pages of 16")
     assert found["dtype"].value == "float32" and found["attention_backend"].value == "xla"
     assert found["prefill_buckets"].why == "default of a cpu"
+    assert found["quantization"].value == "none"
     assert all(why for value, why in found.values())
     found = resolved_options(plan(prefill_buckets="16,64", chunked_prefill_size=32))
     assert found["prefill_buckets"] == ((16, 32), "cut at chunked_prefill_size")

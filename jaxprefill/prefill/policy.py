@@ -37,9 +37,12 @@ class Fallback:
     limit: int | float | None = None
 
     def __str__(self) -> str:
-        if self.reason is FallbackReason.GROUP_VOTE:
-            return f"{self.reason} (another rank's batch fits no executable)"
-        return f"{self.reason} (batch {self.value}, limit {self.limit})"
+        told = {
+            FallbackReason.GROUP_VOTE: "another rank's batch fits no executable",
+            FallbackReason.DISABLED: "prefill_backend is eager",
+        }
+        counts = f"batch {'?' if self.value is None else self.value}, limit {self.limit}"
+        return f"{self.reason} ({told.get(self.reason, counts)})"
 
 
 @dataclass(frozen=True, kw_only=True)
