@@ -116,13 +116,17 @@ def build(args: argparse.Namespace) -> "Rig":
 
     from benchmarks.rig import MODELS, RigSizes, compile_paths, make_rig
     from jaxprefill.kernels.attention import AttentionNeeds, select_backend
+    from jaxprefill.kernels.device import describe_device
 
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model, device = MODELS[args.shape], describe_device()
     needs = AttentionNeeds(
-        platform=jax.default_backend(),
+        platform=device.platform,
         dtype=dtype.name,
         page_size=args.page_size,
-        head_dim=MODELS[args.shape].head_dim,
+        head_dim=model.head_dim,
+        group=model.num_q_heads // model.num_kv_heads,
+        compute_capability=device.compute_capability,
     )
     backend = select_backend(args.attention, needs)
     cases = [Case.parse(text) for text in args.cases.split(",")]

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -68,6 +69,21 @@ def read_arguments(program: ClosedJaxpr) -> tuple[int, ...]:
     jaxpr = program.jaxpr
     _, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return tuple(index for index, one in enumerate(is_read) if one)
+
+
+def load_fragments(ref: Any, layout: Any) -> Any:
+    """A Mosaic GPU array's rows in registers, past shared memory."""
+    mosaic = import_module("jax.experimental.pallas.mosaic_gpu")
+    index = ((),) if jax.__version_info__ < (0, 11) else ()
+    return mosaic.load(ref, *index, layout=layout, optimized=False)
+
+
+def store_fragments(ref: Any, value: Any) -> None:
+    """The way back."""
+    if jax.__version_info__ < (0, 12):
+        ref[...] = value
+    else:
+        import_module("jax.experimental.pallas.mosaic_gpu").store(ref, value, optimized=False)
 
 
 # Parts of names of jax's settings that change no program.

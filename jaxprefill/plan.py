@@ -226,6 +226,8 @@ def _attention_needs(
         page_size=config.page_size,
         head_dim=model.head_dim,
         specs=attention_specs(model),
+        group=model.num_q_heads // model.num_kv_heads,
+        compute_capability=device.compute_capability,
         has_max_context=has_max,
     )
 

@@ -302,8 +302,11 @@ def test_refusal_lists_every_candidate_and_its_reason(needs, reason):
 LACKING = {
     "platforms": (frozenset({"tpu"}), {}),
     "dtypes": (frozenset({"float16"}), {}),
+    "compute_capabilities": (frozenset({"9.0"}), {}),
     "max_page_size": (8, {}),
+    "page_sizes": (frozenset({8}), {}),
     "head_dims": (frozenset({32}), {}),
+    "has_odd_groups": (False, dict(group=3)),
     "has_window": (False, dict(specs=(CAUSAL, AttentionSpec(window=5)))),
     "has_soft_cap": (False, dict(specs=(AttentionSpec(soft_cap=50.0),))),
     "has_sinks": (False, dict(specs=(AttentionSpec(has_sinks=True),))),

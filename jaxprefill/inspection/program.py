@@ -234,7 +234,9 @@ def kind_of(instruction: Instruction) -> str:
 
 
 def pallas_name(instruction: Instruction) -> str:
-    """The kernel's own name, or the last of its path."""
+    """The kernel's own name, or the last of its path; Mosaic kernels keep none."""
+    if "mosaic" in instruction.target:
+        return instruction.target
     config = instruction.attributes.partition("backend_config=")[2]
     found = _PALLAS_NAME.search(config)
     return (found[1] or found[2]) if found else instruction.op_name.rsplit("/", 1)[-1]

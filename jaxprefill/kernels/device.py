@@ -37,6 +37,7 @@ class DeviceInfo:
         has_bf16_matmul: whether bfloat16 matrix products run faster than float32.
         num_devices: devices of all processes that work together (`jax.distributed`).
         num_processes: how many those are.
+        compute_capability: of an NVIDIA GPU, as "9.0".
     """
 
     platform: str
@@ -45,6 +46,7 @@ class DeviceInfo:
     has_bf16_matmul: bool
     num_devices: int = 1
     num_processes: int = 1
+    compute_capability: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,7 @@ def describe_device(*, is_alone: bool = False) -> DeviceInfo:
         has_bf16_matmul=_has_amx() if is_cpu else True,
         num_devices=jax.local_device_count() if is_alone else jax.device_count(),
         num_processes=1 if is_alone else jax.process_count(),
+        compute_capability=device.compute_capability if device.platform == "gpu" else None,
     )
 
 

@@ -45,7 +45,9 @@ def check_attention(
     dtype: jnp.dtype,
     spec: AttentionSpec = CAUSAL,
 ) -> None:
-    """Prefill behind a cached prefix and decode, on peaked inputs; heads are (query, KV, dim).
+    """Prefill in a small and a large bucket, and decode, on peaked inputs.
+
+    `heads` are (query, KV, dim).
 
     Raises:
         KernelError: names the kernel, its error and the limit.
@@ -54,6 +56,10 @@ def check_attention(
     sizes |= {"page_size": page_size, "num_slots": 4, "max_context": 1024} | spec._asdict()
     for case in (
         AttentionCase(name="prefill", q_lens=(30, 3), kv_lens=(930, 3), num_tokens=64, **sizes),
+        AttentionCase(
+            name="long prefill", q_lens=(130, 64, 3), kv_lens=(930, 64, 403), num_tokens=2048,
+            **sizes,
+        ),
         AttentionCase(
             name="decode", q_lens=(1,) * 3, kv_lens=(900, 256, 1), num_tokens=4, is_decode=True,
             **sizes,

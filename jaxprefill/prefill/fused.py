@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention import AttentionBackend
+from jaxprefill.kernels.attention.pallas_mosaic_gpu import PALLAS_MOSAIC_GPU
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.decoder_layer import (
     LayerStream,
@@ -52,7 +53,8 @@ def uses_fused_layers(
     config: ModelConfig, backend: AttentionBackend, *, platform: str, dtype: str
 ) -> bool:
     """Whether `make_body` fuses the layers of this model's smaller shapes."""
-    return backend is PALLAS_TRITON and lacks_fusion(config, platform=platform, dtype=dtype) is None
+    takes_heads = backend is PALLAS_TRITON or backend is PALLAS_MOSAIC_GPU
+    return takes_heads and lacks_fusion(config, platform=platform, dtype=dtype) is None
 
 
 class FusedBody(Body):

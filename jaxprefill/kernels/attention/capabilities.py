@@ -32,6 +32,8 @@ class AttentionNeeds:
 
     Attributes:
         specs: of every kind of layer.
+        group: query heads of one KV head.
+        compute_capability: of an NVIDIA GPU, as "9.0"; None: no such device.
         has_max_context: some executables are bounded by a context below the longest.
     """
 
@@ -40,6 +42,8 @@ class AttentionNeeds:
     page_size: int
     head_dim: int
     specs: tuple[AttentionSpec, ...] = (CAUSAL,)
+    group: int = 1
+    compute_capability: str | None = None
     has_max_context: bool = False
 
     def __str__(self) -> str:
@@ -54,7 +58,10 @@ class Capabilities:
     """What a backend can serve. Sets, limits and flags only: `combined` knows how these join.
 
     Attributes:
+        compute_capabilities: of NVIDIA GPUs; None: any device of the platforms.
+        page_sizes: None: any up to `max_page_size`.
         head_dims: None: any.
+        has_odd_groups: takes an odd number of query heads a KV head.
         has_max_context: what it compiles is bounded by a shape's max_context.
         takes_any_tiles: works through a tile list that another backend planned.
     """
@@ -62,7 +69,10 @@ class Capabilities:
     platforms: frozenset[str]
     dtypes: frozenset[str]
     max_page_size: int
+    compute_capabilities: frozenset[str] | None = None
+    page_sizes: frozenset[int] | None = None
     head_dims: frozenset[int] | None = None
+    has_odd_groups: bool = False
     has_window: bool = False
     has_soft_cap: bool = False
     has_sinks: bool = False
@@ -76,10 +86,17 @@ class Capabilities:
     def _lacking(self, needs: AttentionNeeds) -> Iterator[str]:
         if needs.platform not in self.platforms:
             yield f"runs on {_joined(self.platforms)}, not on {needs.platform}"
+        chips, chip = self.compute_capabilities, needs.compute_capability
+        if chips is not None and chip not in chips:
+            yield f"runs on compute capability {_joined(chips)}, not on {chip or 'another chip'}"
         if needs.dtype not in self.dtypes:
             yield f"takes {_joined(self.dtypes)}, not {needs.dtype}"
         if needs.page_size > self.max_page_size:
             yield f"takes pages of up to {self.max_page_size} tokens, not {needs.page_size}"
+        if self.page_sizes is not None and needs.page_size not in self.page_sizes:
+            yield f"takes pages of {_joined(self.page_sizes)} tokens, not {needs.page_size}"
+        if needs.group % 2 and not self.has_odd_groups:
+            yield f"takes an even number of query heads a KV head, not {needs.group}"
         if self.head_dims is not None and needs.head_dim not in self.head_dims:
             yield f"takes head dims {_joined(self.head_dims)}, not {needs.head_dim}"
         for spec in needs.specs:

@@ -578,6 +578,7 @@ PALLAS_TRITON = AttentionBackend(
         dtypes=frozenset({"float32", "bfloat16"}),
         max_page_size=128,
         head_dims=frozenset({16, 32, 64, 128, 256}),  # sides of a Triton dot: powers of two
+        has_odd_groups=True,
         has_window=True,
         has_soft_cap=True,
         has_sinks=True,

@@ -4,10 +4,11 @@ from jaxprefill.errors import ConfigError, KernelUnsupported
 from jaxprefill.kernels.attention.api import AttentionBackend
 from jaxprefill.kernels.attention.capabilities import AttentionNeeds
 from jaxprefill.kernels.attention.hybrid import hybrid
+from jaxprefill.kernels.attention.pallas_mosaic_gpu import PALLAS_MOSAIC_GPU
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
 
-BACKENDS: tuple[AttentionBackend, ...] = (PALLAS_TRITON, XLA)
+BACKENDS: tuple[AttentionBackend, ...] = (PALLAS_MOSAIC_GPU, PALLAS_TRITON, XLA)
 
 
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:

@@ -241,6 +241,7 @@ XLA = AttentionBackend(
         platforms=frozenset({"cpu", "gpu"}),
         dtypes=frozenset({"float32", "bfloat16"}),
         max_page_size=_MAX_BLOCK_K,
+        has_odd_groups=True,
         has_window=True,
         has_soft_cap=True,
         has_sinks=True,
