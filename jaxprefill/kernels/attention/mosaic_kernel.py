@@ -33,6 +33,7 @@ _LOG2_E = math.log2(math.e)
 # Registers of a thread: what the products' sums leave, given to those who hold them.
 _COMPUTE_REGISTERS, _COPY_REGISTERS = 232, 40
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_Sums: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Sizes(NamedTuple):
@@ -138,10 +139,9 @@ def attend_to_pool(
 
 
 def _shared_types(sizes: _Sizes, dtype: Any) -> _Shared:
-    stages = {"num_barriers": _STAGES}
     block = plgpu.SMEM((_STAGES, KEYS, HEAD_DIM), dtype, transforms=_SWIZZLED)
-    full = plgpu.Barrier(num_arrivals=sizes.block_pages, **stages)
-    free = plgpu.Barrier(num_arrivals=2, **stages)
+    full = plgpu.Barrier(num_arrivals=sizes.block_pages, num_barriers=_STAGES)
+    free = plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES)
     return _Shared(
         q=plgpu.SMEM((2, ROWS, HEAD_DIM), dtype, transforms=_SWIZZLED),
         keys=block,
@@ -295,7 +295,7 @@ def _attend_block(
         return sums[...]
 
     plgpu.barrier_wait(shared.keys_full.at[stage])
-    scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
+    scores = pl.run_scoped(multiply, _Sums((ROWS, KEYS), jnp.float32))
     plgpu.barrier_arrive(shared.keys_free.at[stage])
     scores *= jnp.float32(_LOG2_E * HEAD_DIM**-0.5)
     if is_masked:
@@ -314,7 +314,7 @@ def _attend_block(
     def add(sums: Ref) -> None:
         plgpu.wgmma(sums, weights, shared.values.at[stage])
 
-    out = pl.run_state(add)(plgpu.ACC.init(out))
+    out = pl.run_state(add)(_Sums.init(out))
     plgpu.barrier_arrive(shared.values_free.at[stage])
     return _State(out, top, total)
 

@@ -156,15 +156,20 @@ def lacks_grouped_experts(width: int, mlp_size: int, dtype: str, activation: str
 def choose_tiles(
     rows: int, depth: int, outputs: int, *, is_gated: bool, itemsize: int
 ) -> ExpertTiles:
-    """The tiling of one product; every size it takes divides what it cuts."""
-    is_few = rows <= _FEW_ROWS
-    block_n = (32 if is_few else 64) if is_gated else 64 if is_few else 128
-    block_k = (128 if is_few and not is_gated else 64) * 2 // itemsize
+    """The tiling of one product; every size it takes divides what it cuts.
+
+    H200, 128 experts of 2048 x 768, 8 a token, bfloat16, both products: 32 tokens 0.30 -> 0.29 ms
+    with the wide and deep blocks, 8192 tokens 1.66 -> 1.47 ms with the wide ones.
+    """
+    is_few, is_many = rows <= _FEW_ROWS, rows == _MAX_ROWS
+    block_n = (128 if is_many else 64) * (1 if is_gated else 2)
+    block_k = (128 if is_few else 64) * 2 // itemsize
+    is_measured = is_few or is_many
     return ExpertTiles(
         _divisor(outputs, block_n),
         _divisor(depth, block_k),
-        num_warps=8 if rows == _MAX_ROWS else 4,
-        num_stages=3 if rows == _MAX_ROWS else 4,
+        num_warps=8 if is_measured else 4,
+        num_stages=3 if is_measured else 4,
     )
 
 

@@ -41,15 +41,18 @@ Lists = tuple[tuple[Float32[Array, ""], ...], tuple[Int32[Array, ""], ...]]
 class ChoiceTiles(NamedTuple):
     """How the work is cut; powers of two.
 
+    H200, 1024 tokens of V4-Flash's indexer at a context of 1M: 33 ms; with four queries a program
+    35 to 56.
+
     Attributes:
         queries: of a program; at most as many as a tile of the batch has.
         block: entries that are scored at once.
         blocks: between two looks at whether a list must be cut.
     """
 
-    queries: int = 4
-    block: int = 64
-    blocks: int = 8
+    queries: int = 2
+    block: int = 128
+    blocks: int = 4
     num_warps: int = 4
     num_stages: int = 3
 
