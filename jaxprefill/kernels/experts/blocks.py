@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 _MAX_ROWS = 64
+_GROUP = 128  # choices that are compared with each other
 
 
 class ExpertBlocks(NamedTuple):
@@ -49,25 +50,39 @@ def plan_blocks(
     num_choices = tokens * chosen
     capacity = block_capacity(num_choices, num_experts, rows)
     token = jnp.arange(num_choices, dtype=jnp.int32) // chosen
-    is_real = token < num_tokens
-    expert = jnp.where(is_real, experts.reshape(-1), num_experts)
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    counts = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
+    expert = jnp.where(token < num_tokens, experts.reshape(-1), num_experts)
+    rank, counts = rank_by_expert(expert, num_experts)
     blocks = -(-counts // rows)
     ends = jnp.cumsum(blocks)
-    # Where an expert's rows begin less its rank in sorted order: one look-up gives a row.
-    shift = (ends - blocks) * rows - (jnp.cumsum(counts) - counts)
-    ranked = expert[order]
-    row = jnp.arange(num_choices, dtype=jnp.int32) + shift[jnp.minimum(ranked, num_experts - 1)]
-    row = jnp.where(ranked < num_experts, row, capacity * rows)
-    held = jnp.full(capacity * rows, tokens, jnp.int32).at[row].set(token[order], mode="drop")
+    row = ((ends - blocks) * rows)[jnp.minimum(expert, num_experts - 1)] + rank
+    row = jnp.where(expert < num_experts, row, capacity * rows)
+    held = jnp.full(capacity * rows, tokens, jnp.int32).at[row].set(token, mode="drop")
     own = (jnp.arange(capacity)[:, None] >= ends).sum(1, dtype=jnp.int32)
     return ExpertBlocks(
         tokens=held.reshape(capacity, rows),
         experts=jnp.minimum(own, num_experts - 1),
         num_blocks=ends[-1],
-        rows=jnp.zeros(num_choices, jnp.int32).at[order].set(row).reshape(tokens, chosen),
+        rows=row.reshape(tokens, chosen),
     )
+
+
+def rank_by_expert(
+    expert: Int32[Array, " n"], num_experts: int
+) -> tuple[Int32[Array, " n"], Int32[Array, " X"]]:
+    """(how many choices before each are of its expert, how many each expert has in all).
+
+    Counted, within groups of choices and over groups: a sort would break a GPU's graph. Experts
+    from `num_experts` on are none, and their ranks mean nothing.
+    """
+    padded = jnp.pad(expert, (0, -len(expert) % _GROUP), constant_values=num_experts)
+    groups = padded.reshape(-1, _GROUP)
+    place = jnp.arange(_GROUP)
+    is_before = (groups[:, :, None] == groups[:, None]) & (place[:, None] > place)
+    each = (groups[:, :, None] == jnp.arange(num_experts)).sum(1, dtype=jnp.int32)
+    ends = jnp.cumsum(each, axis=0)
+    before = jnp.take_along_axis(ends - each, jnp.minimum(groups, num_experts - 1), axis=1)
+    rank = is_before.sum(2, dtype=jnp.int32) + before
+    return rank.reshape(-1)[: len(expert)], ends[-1]
 
 
 def combine(
