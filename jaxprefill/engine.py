@@ -316,7 +316,8 @@ class Engine:
         padding (tokens by executable), real_tokens, padding_tokens, cached_tokens, preemptions,
         corrupted_requests, compilations_after_ready, lowered_at_start and compiled_at_start (of the
         whole process, other engines' included), num_running and num_waiting (requests), kv_pages
-        (free ones may be cached), memory (bytes on each device), mesh (devices by axis, processes),
+        and recent_pages (free ones may be cached; the latter of models with a window's pages
+        apart, else null), memory (bytes on each device), mesh (devices by axis, processes),
         device, ladder, startup_s, compiled (records, on GPUs with graphs), faults (of stores).
         """
         core, counters = self._core, self._core.counters
@@ -340,11 +341,7 @@ class Engine:
             "cached_tokens": counters.cached_tokens,
             "num_running": core.scheduler.num_running,
             "num_waiting": core.scheduler.num_waiting,
-            "kv_pages": {
-                "total": core.cache.num_pages,
-                "free": core.cache.num_available,
-                "cached": core.cache.num_cached,
-            },
+            **core.cache.counts(),
             "memory": memory,
             "device": {"platform": self.plan.device.platform, "kind": self.plan.device.kind},
             "mesh": {

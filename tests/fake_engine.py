@@ -39,6 +39,7 @@ STATS = {  # a part of `Engine.stats()`; the running engine's test compares the 
     "num_running": 0,
     "num_waiting": 3,
     "kv_pages": {"total": 40, "free": 30, "cached": 8},
+    "recent_pages": {"total": 9, "free": 7, "cached": 3},
     "memory": {"weights": 1000, "executable_temp_max": 4096, "executable_code": 100, "free": None},
     "mesh": {"model": 1, "processes": 1},
     "device": {"platform": "cpu", "kind": "cpu"},

@@ -261,8 +261,8 @@ def test_an_engine_scores_and_decodes_as_transformers_does():
         first, again = (engine.generate(prompts[:2], params) for _ in range(2))
         assert [one.token_ids for one in first] == [one.token_ids for one in again]
         assert again[0].cached_tokens > 0 and engine.stats()["compilations_after_ready"] == 0
-        recent = engine._core.cache._recent
-        assert recent.num_available == recent.num_pages < engine.plan.num_pages
+        recent = engine.stats()["recent_pages"]
+        assert recent["free"] == recent["total"] < engine.plan.num_pages
         for ids, one in zip(prompts[:2], first, strict=True):
             scored = engine.logprobs([ids + one.token_ids])[0]
             np.testing.assert_allclose(one.logprobs, scored[len(ids) :], atol=TOLERANCE)

@@ -180,4 +180,5 @@ def test_a_prefix_is_of_use_from_where_its_recent_tokens_are_kept():
     sim.add("kept", prompt, 2)  # what was computed anew is kept for the nodes that lacked it
     sim.run()
     assert computed(sim, "kept") == 4 + 1
-    assert sim.recent.num_available == sim.recent.num_pages
+    kept = {"total": 16, "free": 16, "cached": 14}
+    assert sim.cache.counts()["recent_pages"] == kept

@@ -81,7 +81,9 @@ def test_every_metric_has_its_name_and_its_number():
         found["requests_finished_total", "length"] == 2 and found["rejected_total", "invalid"] == 1
     )
     assert found["num_running_requests",] == 0 and found["num_waiting_requests",] == 3
-    assert (found["kv_pages_used",], found["kv_pages_total",]) == (10, 40)
+    for pool, counts in (("kv", (10, 8, 40)), ("recent", (2, 3, 9))):
+        names = (f"{pool}_pages_{kind}" for kind in ("used", "cached", "total"))
+        assert tuple(found[name,] for name in names) == counts
     text = http.get("/metrics").text
     for tokens, path, count in ((32, "full", 3), (8, "full", 2), (64, "eager", 1)):
         labels = f'max_context="160",num_tokens="{tokens}",path="{path}"'

@@ -142,6 +142,11 @@ class PrefixCache:
         """Pages that can be leased now."""
         return self._pages.num_free + len(self._idle)
 
+    def counts(self) -> dict[str, dict[str, int] | None]:
+        """Pages in all, free, and of those the ones that keep a prefix; null: there are no such."""
+        own = {"total": self.num_pages, "free": self.num_available, "cached": self.num_cached}
+        return {"kv_pages": own, "recent_pages": self._recent and self._recent.counts()}
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold this many tokens."""
         return self._pages.pages_for(num_tokens)

@@ -48,6 +48,10 @@ class RecentPages:
         """Pages that no request holds."""
         return self._pages.num_free + len(self._idle)
 
+    def counts(self) -> dict[str, int]:
+        """See `PrefixCache.counts`."""
+        return {"total": self.num_pages, "free": self.num_available, "cached": len(self._idle)}
+
     def first_page(self, position: int) -> int:
         """The first of a request's pages that its token at `position` reads."""
         return max(0, position - self._reach + 1) // self._pages.page_size

@@ -156,13 +156,10 @@ class _Histogram:
 
 def _of_engine(stats: Stats) -> Iterator[Metric]:
     """What only the engine knows."""
-    pages = stats.get("kv_pages", {})
-    used = pages["total"] - pages["free"] if pages else None
     yield _gauge("num_running_requests", "Requests in batches.", stats.get("num_running"))
     yield _gauge("num_waiting_requests", "Requests in the queue.", stats.get("num_waiting"))
-    yield _gauge("kv_pages_used", "Pages that running requests hold.", used)
-    yield _gauge("kv_pages_cached", "Free pages that keep a prefix.", pages.get("cached"))
-    yield _gauge("kv_pages_total", "Pages of the KV pool.", pages.get("total"))
+    yield from _pages("kv", "the KV pool", stats.get("kv_pages"))
+    yield from _pages("recent", "pools of recent tokens", stats.get("recent_pages"))
     yield _passes(stats.get("executables", {}))
     yield _by_label(
         "prefill_fallbacks",
@@ -192,6 +189,15 @@ def _of_engine(stats: Stats) -> Iterator[Metric]:
     for stage, seconds in stats.get("startup_s", {}).items():
         startup.add_metric([stage], seconds)
     yield startup
+
+
+def _pages(name: str, pool: str, pages: Mapping[str, int] | None) -> Iterator[Metric]:
+    known = pages or {}
+    used = known["total"] - known["free"] if known else None
+    yield _gauge(f"{name}_pages_used", f"Pages of {pool} that running requests hold.", used)
+    cached = known.get("cached")
+    yield _gauge(f"{name}_pages_cached", f"Free pages of {pool} that keep a prefix.", cached)
+    yield _gauge(f"{name}_pages_total", f"Pages of {pool}.", known.get("total"))
 
 
 def _passes(executables: Mapping[str, int]) -> Metric:

@@ -49,7 +49,7 @@ function showCounters(info, counters) {
   const now = performance.now();
   const rate = last && (counters.real_tokens - last.tokens) / ((now - last.at) / 1000);
   last = { tokens: counters.real_tokens, at: now };
-  const pages = counters.kv_pages;
+  const pages = counters.kv_pages, recent = counters.recent_pages;
   const computed = counters.real_tokens + counters.padding_tokens;
   const rows = [
     ["requests running", counters.num_running],
@@ -60,6 +60,8 @@ function showCounters(info, counters) {
     ["padding", `${(100 * counters.padding_tokens / Math.max(computed, 1)).toFixed(1)} %`],
     ["KV pages in use", `${pages.total - pages.free} of ${pages.total}`],
     ["pages that keep a prefix", pages.cached],
+    ...(recent
+      ? [["pages of recent tokens in use", `${recent.total - recent.free} of ${recent.total}`]] : []),
     ["preemptions", counters.preemptions],
     ["corrupted requests", counters.corrupted_requests, counters.corrupted_requests > 0],
     ["compilations after ready", counters.compilations_after_ready,
