@@ -22,7 +22,7 @@ TOP_LEVEL = {
 
 # Layers from the bottom up; a module may import its own layer and those below.
 LAYERS = [
-    ["errors", "integers", "grammar", "options"],
+    ["errors", "integers", "grammar", "options", "logs"],
     ["config", "latent_config", "moe_config", "request", "counters"],
     ["batch", "chat_template", "tokenizer", "updates", "constraints"],
     ["kernels", "compat", "processes", "store"],
@@ -53,6 +53,7 @@ LAYERS = [
 HOST_ONLY = [
     "errors",
     "integers",
+    "logs",
     "options",
     "config",
     "latent_config",

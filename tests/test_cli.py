@@ -436,11 +436,19 @@ def test_closed_and_broken_stdout_are_quiet():
         assert "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 
-def test_logs_are_shown_only_when_asked_for(capsys):
+def test_other_libraries_logs_are_shown_only_when_asked_for(capsys):
     for is_verbose in (False, True):
         with streams.logging_to_stderr(is_verbose=is_verbose):
             logging.getLogger("some.library").warning("seen if verbose")
-    assert capsys.readouterr().err == "WARNING some.library: seen if verbose\n"
+            logging.getLogger("jaxprefill.some").info("seen if verbose")
+    seen = "WARNING some.library: seen if verbose\nINFO jaxprefill.some: seen if verbose\n"
+    assert capsys.readouterr().err == seen
+
+
+def test_what_becomes_of_an_option_is_always_said(capsys):
+    with streams.logging_to_stderr(is_verbose=False):
+        logging.getLogger("jaxprefill.plan").warning("lowered")
+    assert capsys.readouterr().err == "WARNING jaxprefill.plan: lowered\n"
 
 
 def test_a_terminal_gets_a_bar(shared, cli, monkeypatch):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxprefill.errors import JaxPrefillError
+from jaxprefill.logs import stderr_handler
 
 
 def prepare_streams() -> None:
@@ -67,14 +68,11 @@ def discard_stdout() -> None:
 
 @contextmanager
 def logging_to_stderr(*, is_verbose: bool) -> Generator[None]:
-    """Shows every log record from INFO up if verbose, else only errors."""
-    level = logging.INFO if is_verbose else logging.ERROR
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setLevel(level)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    """Shows log records, as `stderr_handler` chooses them."""
+    handler = stderr_handler(is_verbose=is_verbose)
     root, before = logging.getLogger(), logging.getLogger().level
     root.addHandler(handler)
-    root.setLevel(min(level, before))
+    root.setLevel(min(handler.level, before))
     if not is_verbose:  # XLA logs from C++, and reads its level once, when jax is imported
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:

@@ -19,6 +19,7 @@ from jaxprefill.constraints import make_grammars
 from jaxprefill.engine import Engine
 from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.grammar import Grammars
+from jaxprefill.logs import stderr_handler
 from jaxprefill.prefill.compiler import ExecutableRecord
 from jaxprefill.remote.compiling import Compiled, Compiling
 from jaxprefill.remote.messages import (
@@ -192,10 +193,8 @@ def serve(connection: socket.socket) -> None:
     inbox = _inbox(connection)
     start = inbox.get()
     assert isinstance(start, Start), "the first message starts the engine"
-    logging.basicConfig(
-        level=logging.INFO if start.is_verbose else logging.ERROR,
-        format="%(levelname)s %(name)s: %(message)s",
-    )
+    handler = stderr_handler(is_verbose=start.is_verbose)
+    logging.basicConfig(level=handler.level, handlers=[handler])
     try:
         service = _start(start, outbox, inbox)
     except JaxPrefillError as error:
