@@ -131,14 +131,32 @@ def on_hopper():
         pytest.skip("no Hopper GPU")
 
 
+def with_one_buffer(attend, batch):
+    """`attend`, jitted as a body calls it, and the batch: its integers are slices of one array."""
+    fields, structure = jax.tree.flatten(batch)
+    buffer = jnp.concatenate([field.reshape(-1) for field in fields])
+
+    def call(q, k, v, pool, buffer, first_page):
+        ends = np.cumsum([field.size for field in fields])
+        parts = [
+            buffer[end - field.size : end].reshape(field.shape)
+            for field, end in zip(fields, ends, strict=True)
+        ]
+        return attend(q, k, v, pool, jax.tree.unflatten(structure, parts), first_page)
+
+    return jax.jit(call), buffer
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_equals_the_reference_whatever_lies_beside_it(on_hopper, case):
     """Peaked inputs; NaN in padding tokens and in pool rows that no request has cached."""
     inputs = rounded(make_inputs(case, PALLAS_MOSAIC_GPU, peaked=True), jnp.bfloat16)
-    attend, outs = jax.jit(PALLAS_MOSAIC_GPU.make(inputs.tiles, CAUSAL)), []
+    attend = PALLAS_MOSAIC_GPU.make(inputs.tiles, CAUSAL)
+    (attend, buffer), outs = with_one_buffer(attend, inputs.batch), []
     for given in (inputs, poisoned(case, inputs)):
-        out, pool = attend(*arguments(given, jnp.bfloat16))
+        *arrays, _, first_page = arguments(given, jnp.bfloat16)
+        out, pool = attend(*arrays, buffer, first_page)
         outs.append(np.asarray(out, np.float32)[: case.num_real_tokens])
         assert not out[case.num_real_tokens :].any()
     np.testing.assert_array_equal(*outs)

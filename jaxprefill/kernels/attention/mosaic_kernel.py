@@ -13,6 +13,7 @@ requests begin anywhere. The schedule is that of FlashAttention-3 (Shah et al., 
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -48,23 +49,38 @@ class _Sizes(NamedTuple):
     pages_per_slot: int
 
     @property
+    def firsts(self) -> "_Integers":
+        """Where the integers begin."""
+        tiles, slots = (self.num_tiles,) * 2, (self.num_slots,) * 3
+        return _Integers(*itertools.accumulate((0, 1, *tiles, *slots)))
+
+    @property
     def block_pages(self) -> int:
         return KEYS // self.page_size
 
 
+class _Integers(NamedTuple):
+    """The batch's integers, or where each of them begins in one array."""
+
+    num_tiles: Any
+    tile_slot: Any
+    tile_start: Any
+    q_lens: Any
+    kv_lens: Any
+    q_starts: Any
+    pages: Any  # of the pool
+
+
 class _Operands(NamedTuple):
-    """Arrays, and references to them in the kernel."""
+    """Arrays, and references to them in the kernel.
+
+    Mosaic's copies want arrays that begin at multiples of 256 bytes; a slice of the batch's
+    buffer, which XLA hands on in place, does not: so all integers are one array, made anew.
+    """
 
     q: Any  # [T, H, D]
     pool: Any  # [2, K, P, S, D]
-    tile_slot: Any  # [N]
-    tile_start: Any  # [N]
-    num_tiles: Any  # [1]
-    q_lens: Any  # [R]
-    kv_lens: Any  # [R]
-    q_starts: Any  # [R]
-    page_table: Any  # [R * W]
-    first_page: Any  # [1]
+    integers: Any  # [words]: `_Integers`
 
 
 class _Shared(NamedTuple):
@@ -129,12 +145,12 @@ def attend_to_pool(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=list(_shared_types(sizes, q.dtype)),
     )
-    out, parts = call(
-        *_Operands(
-            q, pool, batch.tile_slot, batch.tile_start, batch.num_tiles.reshape(1), batch.q_lens,
-            batch.kv_lens, batch.q_starts, batch.page_table.reshape(-1), first_page.reshape(1),
-        )
+    pages = (batch.page_table + first_page).reshape(-1)
+    integers = _Integers(
+        batch.num_tiles.reshape(1), batch.tile_slot, batch.tile_start, batch.q_lens, batch.kv_lens,
+        batch.q_starts, pages,
     )  # fmt: skip
+    out, parts = call(*_Operands(q, pool, jnp.concatenate(integers)))
     return out, parts
 
 
@@ -162,7 +178,7 @@ def _kernel(*refs: Ref, sizes: _Sizes) -> None:
     index, pair = sizes.num_tiles - 1 - lax.axis_index("tile"), lax.axis_index("pair")
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(index < operands.num_tiles[0])
+    @pl.when(index < operands.integers[sizes.firsts.num_tiles])
     def _() -> None:
         tile = _read_tile(operands, index, sizes)
         num_blocks = pl.cdiv(tile.num_keys, KEYS)
@@ -182,9 +198,10 @@ def _kernel(*refs: Ref, sizes: _Sizes) -> None:
 
 
 def _read_tile(operands: _Operands, index: Int32[Array, ""], sizes: _Sizes) -> _Tile:
-    slot, start = operands.tile_slot[index], operands.tile_start[index]
-    q_len, kv_len = operands.q_lens[slot], operands.kv_lens[slot]
-    token, position = operands.q_starts[slot] + start, kv_len - q_len + start
+    integers, firsts = operands.integers, sizes.firsts
+    slot, start = integers[firsts.tile_slot + index], integers[firsts.tile_start + index]
+    q_len, kv_len = integers[firsts.q_lens + slot], integers[firsts.kv_lens + slot]
+    token, position = integers[firsts.q_starts + slot] + start, kv_len - q_len + start
     moved = jnp.maximum(token + ROWS - sizes.num_tokens, 0)
     return _Tile(
         slot=slot,
@@ -205,7 +222,7 @@ def _copy_blocks(
     sizes: _Sizes,
 ) -> None:
     """Keys and values of every block that the tile sees; past its end, the last page again."""
-    row = tile.slot * sizes.pages_per_slot
+    row = sizes.firsts.pages + tile.slot * sizes.pages_per_slot
     last_page = lax.div(tile.kv_len - 1, jnp.int32(sizes.page_size))
 
     def copy(part: int, block: Int32[Array, ""], to: Ref, full: Ref, free: Ref) -> None:
@@ -217,9 +234,8 @@ def _copy_blocks(
 
         for number in range(sizes.block_pages):
             column = jnp.minimum(block * sizes.block_pages + number, last_page)
-            page = operands.page_table[row + column] + operands.first_page[0]
             plgpu.copy_gmem_to_smem(
-                operands.pool.at[part, kv_head, page],
+                operands.pool.at[part, kv_head, operands.integers[row + column]],
                 to.at[stage, pl.ds(number * sizes.page_size, sizes.page_size)],
                 full.at[stage],
             )
