@@ -1,5 +1,6 @@
 """Weights in eight bits: every path computes with values times scales, whichever way they came."""
 
+import ast
 import math
 from copy import copy
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from jaxprefill import Engine, SamplingParams
 from jaxprefill.errors import ConfigError
-from jaxprefill.models.quantized import dequantize, quantize
+from jaxprefill.models.quantized import dequantize, kind_of, quantize
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.weights.convert import convert
@@ -22,6 +23,8 @@ from tests.tiny import TinyCheckpoint, tiny_config, tiny_engine
 
 TINY = TinyCheckpoint(seed=4, has_qkv_bias=True)
 KINDS = ("int8", "float8_e4m3fn")
+PARTS = {f"{name}_proj": "qkv" for name in "qkv"} | {"o_proj": "output", "down_proj": "down"}
+PARTS |= {f"{name}_proj": "gate_up" for name in ("gate", "up")}
 PROMPTS = [[5, 200, 31, 7], list(range(40, 110)), [257, 1, 2]]
 
 
@@ -29,7 +32,9 @@ def rounded(checkpoint: TinyCheckpoint, kind: str) -> TinyCheckpoint:
     """The same model with the weights that products then see."""
     made = copy(checkpoint)
     made.tensors = {
-        name: dequantize(*quantize(tensor, kind)) if "proj.weight" in name else tensor
+        name: dequantize(*quantize(tensor, kind_of(PARTS[name.split(".")[-2]], kind)))
+        if "proj.weight" in name
+        else tensor
         for name, tensor in checkpoint.tensors.items()
     }
     return made
@@ -44,18 +49,27 @@ def leaves_of(checkpoint, **changes) -> dict[str, np.ndarray]:
     return {path: np.asarray(leaf) for path, leaf in found}
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 127), ("float8_e4m3fn", 448)])
-def test_rows_fill_their_range_and_are_off_by_half_a_step(kind, most):
-    rows = np.random.default_rng(0).normal(size=(6, 200)).astype(np.float32)
+@pytest.mark.parametrize(("kind", "tops"), [("int8", [127]), ("float8_e4m3fn", range(240, 449))])
+def test_rows_fill_their_range_and_are_off_by_half_a_step(kind, tops):
+    rows = np.random.default_rng(0).normal(size=(6, 2000)).astype(np.float32)
     rows[3] = 0
     values, scales = quantize(rows, kind)
     assert values.dtype == jnp.dtype(kind) and scales.dtype == np.float32
     found = np.abs(values.astype(np.float32)).max(axis=1)
-    assert found.tolist() == [0 if row == 3 else most for row in range(6)]
+    assert found[3] == 0 and all(most in tops for most in np.delete(found, 3))
     step = scales[:, None] if kind == "int8" else np.maximum(np.abs(rows) / 8, scales[:, None] / 64)
     assert (np.abs(dequantize(values, scales) - rows) <= 0.5001 * step).all()
     again = quantize(dequantize(values, scales), kind)
     np.testing.assert_array_equal(again[0], values)
+
+
+def test_scales_of_float8_make_less_error_than_the_largest_number_does():
+    rows = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    plain = np.abs(rows).max(axis=1) / np.float32(448)
+    by_largest = dequantize((rows / plain[:, None]).astype(ml_dtypes.float8_e4m3fn), plain)
+    best = dequantize(*quantize(rows, "float8_e4m3fn"))
+    one, other = (np.square(found - rows).sum(axis=1) for found in (best, by_largest))
+    assert (one <= other).all() and one.sum() < 0.95 * other.sum()
 
 
 @pytest.mark.slow
@@ -86,12 +100,12 @@ def test_every_path_equals_the_oracle_over_values_times_scales(kind, options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_converted_weights_are_those_that_are_quantised_at_load(tmp_path, kind):
     told = convert(TINY, tmp_path / "made", dtype=kind)
-    assert told.dtypes[kind] == 8
+    assert told.dtypes["int8"] + told.dtypes.get(kind, 0) * (kind != "int8") == 8
     held = open_checkpoint(str(tmp_path / "made"))
     assert held.config.quantization == kind
     for one, other in ((held, TINY), (TINY, held)):
         ready, made = (leaves_of(each, quantization=kind) for each in (one, other))
-        assert ready.keys() == made.keys() and ready["layers.1.down"].dtype == jnp.dtype(kind)
+        assert ready.keys() == made.keys() and ready["layers.1.output"].dtype == jnp.dtype(kind)
         for path, leaf in made.items():
             np.testing.assert_array_equal(ready[path], leaf)
     other = KINDS[kind == "int8"]
@@ -119,26 +133,27 @@ def test_options_are_checked():
         Engine("demo", quantization="int4")
 
 
-TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()
+FOLDER = Path(__file__).parent.parent
+
+
+def prose() -> str:
+    """The licence, and what the package says of itself."""
+    modules = sorted((FOLDER / "jaxprefill").rglob("*.py"))
+    said = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in modules]
+    return "\n".join([(FOLDER / "LICENSE").read_text(), *said])
 
 
 @pytest.mark.demo
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("float8_e4m3fn", 0.02)])
-def test_perplexity_of_a_fixed_text_keeps_close_to_that_of_bfloat16(demo_path, kind, most):
-    """Demo model, measured on jax 0.11.2: bfloat16 16.65, int8 16.73, float8 16.92.
-
-    Three bits of mantissa round weights by 2.6 % whatever their scale is; eight of int8 by 0.9 %.
-    """
+def test_perplexity_of_a_text_is_within_1_percent_of_that_of_bfloat16(demo_path):
+    """Demo model, 15,939 tokens: bfloat16 68.24, int8 68.46, float8 68.42 (jax 0.11.2, AVX2)."""
     few = {"prefill_backend": "eager", "prefill_buckets": (512,), "max_running_requests": 1}
     found = {}
-    for name, options in {
-        "bfloat16": {"dtype": "bfloat16"},
-        kind: {"dtype": "bfloat16", "quantization": kind},
-    }.items():
-        with Engine("demo", kv_cache_tokens=1024, context_length=1024, **few, **options) as engine:
-            ids = engine.tokenizer.encode(TEXT)
+    for kind in ("none", *KINDS):
+        options = few | {"dtype": "bfloat16", "quantization": kind}
+        with Engine("demo", kv_cache_tokens=1024, context_length=1024, **options) as engine:
+            ids = engine.tokenizer.encode(prose())
             parts = engine.logprobs([ids[at : at + 512] for at in range(0, len(ids), 512)])
-            found[name] = math.exp(-np.mean([value for part in parts for value in part[1:]]))
-    assert len(ids) > 2000
-    assert abs(found[kind] / found["bfloat16"] - 1) <= most
+            found[kind] = math.exp(-np.mean([value for part in parts for value in part[1:]]))
+    assert len(ids) > 9000
+    assert all(abs(found[kind] / found["none"] - 1) < 0.01 for kind in KINDS), found

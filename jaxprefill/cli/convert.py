@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "int8", "float8_e4m3fn"),
         default="auto",
         help="auto: as they are read, so that nothing is lost (quantised GGUF: float32); int8 and "
-        "float8_e4m3fn: the layers' matrices, each row with a scale",
+        "float8_e4m3fn: the layers' matrices, each row with a scale (with float8 some are int8)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a checkpoint made by this command"

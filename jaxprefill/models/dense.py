@@ -29,7 +29,7 @@ from jaxprefill.models.layers import (
     rotate,
 )
 from jaxprefill.models.moe import MoeMlp, expert_sources
-from jaxprefill.models.quantized import SCALE
+from jaxprefill.models.quantized import SCALE, kind_of
 from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.models.sharding import LogicalAxes, all_reduce, look_up
 
@@ -71,7 +71,8 @@ class DenseLayer(nnx.Module):
     def _add(self, name: str, shape: tuple[int, int], axes: LogicalAxes) -> None:
         """A matrix, and the scales of its outputs where it is quantised."""
         kind = self.config.quantization
-        setattr(self, name, parameter(shape, self.dtype if kind is None else jnp.dtype(kind), axes))
+        dtype = self.dtype if kind is None else jnp.dtype(kind_of(name, kind))
+        setattr(self, name, parameter(shape, dtype, axes))
         if kind is not None:
             setattr(self, name + SCALE, parameter(shape[:1], jnp.dtype("float32"), axes[:1]))
 

@@ -40,7 +40,8 @@ def convert(
         checkpoint: the model; it is held in memory once.
         folder: what to make; its parent is made too.
         dtype: auto keeps every bit: arrays stay as they are read, float16 becomes float32. int8
-            and float8_e4m3fn are those of the layers' matrices; the rest stays as with auto.
+            and float8_e4m3fn are those of the layers' matrices, as `quantized.kind_of` says; the
+            rest stays as with auto.
         overwrite: replace a converted checkpoint that is there.
 
     Raises:
