@@ -6,6 +6,7 @@ Only what opens or writes such a checkpoint imports this module, as Orbax takes 
 import functools
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from jaxprefill.weights.converted import (
     read_model,
 )
 
+_FILE_BYTES = 1 << 27  # or one array: files are hashed side by side
+
 
 class OrbaxCheckpoint:
     """A converted checkpoint; implements `LeafCheckpoint`."""
@@ -45,7 +48,7 @@ class OrbaxCheckpoint:
         self.config: ModelConfig = found[0]
         self.tokenizer: Tokenizer = found[1]
         self._places = _places(self.config)
-        self._verify = functools.cache(self._check_weights)
+        self._verify = functools.cache(self._compare_weights)
         self._lock = threading.Lock()
         self._leaf = functools.lru_cache(maxsize=2)(self._read_leaf)  # a tensor is a part of one
 
@@ -73,7 +76,7 @@ class OrbaxCheckpoint:
     def restore(
         self, shapes: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Shaped[Array, "..."]]:
-        """Arrays by parameter path, cast and placed as asked; every file is compared before.
+        """Arrays by parameter path, cast and placed as asked; every file is compared meanwhile.
 
         Those that are stored in eight bits, or asked for, are left out unless it is the same type.
 
@@ -106,22 +109,28 @@ class OrbaxCheckpoint:
         return dequantize(*(found[one] for one in paths)) if len(paths) > 1 else found[path]
 
     def _restore(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        with self._lock:
-            self._verify()
-        if not wanted:
-            return {}
         arguments = ocp.args.PyTreeRestore(
             item=dict.fromkeys(wanted, 0), restore_args=dict(wanted), partial_restore=True
         )
-        try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                return reader.restore(self._folder / WEIGHTS, args=arguments)
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{self._folder / WEIGHTS}: cannot be read: {error}; convert the model again"
-            ) from error
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            checking = pool.submit(self._check_weights)
+            try:
+                if not wanted:
+                    return {}
+                with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                    return reader.restore(self._folder / WEIGHTS, args=arguments)
+            except (OSError, ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"{self._folder / WEIGHTS}: cannot be read: {error}; convert the model again"
+                ) from error
+            finally:
+                checking.result()  # a damaged file is named, whatever came of reading it
 
     def _check_weights(self) -> None:
+        with self._lock:
+            self._verify()
+
+    def _compare_weights(self) -> None:
         names = [name for name in self._manifest.files if name.startswith(f"{WEIGHTS}/")]
         check_hashes(self._folder, self._manifest, names)
 
@@ -141,7 +150,8 @@ def write_leaves(folder: Path, leaves: Mapping[str, np.ndarray]) -> dict[str, St
     # Weights hardly compress, and are read twice as fast as they are.
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False)
     with ocp.Checkpointer(handler) as writer:
-        writer.save((folder / WEIGHTS).resolve(), args=ocp.args.PyTreeSave(dict(leaves)))
+        arguments = ocp.args.PyTreeSave(dict(leaves), ocdbt_target_data_file_size=_FILE_BYTES)
+        writer.save((folder / WEIGHTS).resolve(), args=arguments)
     return {
         path: StoredLeaf(leaf.shape, jnp.dtype(leaf.dtype).name) for path, leaf in leaves.items()
     }
