@@ -344,6 +344,7 @@ def test_all_who_compile_take_the_tuned_ladder(tmp_path, monkeypatch, checkpoint
 def command(tmp_path, monkeypatch, checkpoint, capsys):
     """Runs `jaxprefill tune` over the tiny model, with a user's cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0,) * 3)
     for module in (tuning_cli, engine_module):
         monkeypatch.setattr(module, "open_checkpoint", lambda model: checkpoint)
     path = tmp_path / "lengths.txt"
@@ -378,6 +379,16 @@ def test_a_machine_that_is_busy_is_told(command, fake, monkeypatch):
     for load, is_told in ((1e3, True), (0.0, False)):
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load,) * 3)
         assert ("load 1000.0 on" in command("-q")[2]) == is_told
+
+
+def test_what_a_busy_machine_measured_is_kept_only_by_force(command, fake, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (1e3,) * 3)
+    status, out, err = command("--write")
+    assert status == 2 and not out and "insist with --force" in err
+    assert "tuned" not in planned(**OPTIONS)
+    status, _, err = command("--write", "--force")
+    assert status == 0 and "load 1000.0 on" in err and "kept for this model" in err
+    assert "tuned" in planned(**OPTIONS)
 
 
 def test_json_holds_everything_and_the_next_engine_takes_what_was_written(command, fake):

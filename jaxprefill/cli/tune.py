@@ -50,6 +50,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="keep the ladder for this model and chip: engines whose prefill_buckets is auto "
         "take it, and say so",
     )
+    group.add_argument(
+        "--force",
+        action="store_true",
+        help="with --write: keep the ladder though other work slows this machine",
+    )
     add_output_flags(parser, "one JSON object")
     add_engine_flags(parser)
 

@@ -15,6 +15,7 @@ from rich.filesize import decimal
 from jaxprefill.cli.streams import emit, emit_json, note
 from jaxprefill.cli.tables import emit_table
 from jaxprefill.config import EngineConfig
+from jaxprefill.errors import RequestError
 from jaxprefill.kernels.device import chip_name, describe_device
 from jaxprefill.plan import EnginePlan, make_plan
 from jaxprefill.prefill.buckets import cut_ladder, upstream_buckets
@@ -44,10 +45,13 @@ def tune(config: EngineConfig, goal: Goal, args: argparse.Namespace) -> int:
     goal = replace(goal, split_above=plan.limits.split_above)
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > num_cores:
-        note(
+        busy = (
             f"other work slows this machine (load {load:.1f} on {num_cores} cores): what is "
             "measured now may not hold"
         )
+        if args.write and not args.force:
+            raise RequestError(f"{busy}, and is not kept; wait, or insist with --force")
+        note(busy)
     if not args.quiet:
         note(
             f"measures buckets up to {plan.chunked_prefill_size} tokens, for about "

@@ -5,10 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxprefill.inspection.cost import Cost, ProgramCost
-from jaxprefill.inspection.program import Kernel, Program, touches_host
+from jaxprefill.inspection.program import Kernel, Program, scope_of, touches_host
 
 MIN_BYTES = 4096  # what is smaller costs its launch, not its bytes
 _MOVING = frozenset(("copy", "copy-start", "transpose", "convert", "slice", "dynamic-slice"))
+_CPU_LOOPS = {  # by scope: loops that an engine on a CPU is meant to have
+    "layers": "on a CPU the layers are a loop, which compiles four times faster",
+    "attention.core": "on a CPU attention takes the context in blocks",
+    "moe.experts": "on a CPU experts take their tokens in blocks",
+    "sampling.cut": "top-p and top-k halve an interval of logits instead of sorting all",
+    "sampling.noise": "JAX's random bits are made in rounds",
+}
 _MOVES = (
     _MOVING
     | {"parameter", "constant", "bitcast", "reshape", "concatenate", "pad", "iota"}
@@ -16,7 +23,6 @@ _MOVES = (
 )
 _REDUCTIONS = frozenset(("reduce", "reduce-window"))
 _MAX_NORM_KERNELS = 3  # squares and their sum; its root; the scaling
-_CPU_LOOP = "on a CPU the layers are a loop, which compiles four times faster"
 _CPU_TRANSPOSE = "on a CPU products of few rows take the weight first"
 _CPU_NORM = "XLA's CPU backend fuses no reduction"
 _UPLOAD = "the step's integers come from pinned memory"
@@ -88,17 +94,34 @@ def _of_kernel(
         yield finding("host transfer", f"{target} {shape}", _UPLOAD if is_upload else "")
         return
     moves = opcodes <= _MOVES and bool(opcodes & _MOVING)
-    if moves and cost.written_bytes >= MIN_BYTES:
+    if cost.written_bytes >= MIN_BYTES:
         matrices = [x for x in kernel.origins if isinstance(x, int) and x in weights]
         is_matrix = sum(size > 1 for size in shape.dims) > 1
-        if matrices and is_matrix:
-            verb = "converted" if "convert" in opcodes else "copied"
+        if matrices and is_matrix and (moves or _is_made_of_weights(kernel, weights)):
+            verb = "converted" if "convert" in opcodes else "copied" if moves else "computed anew"
             name = kernel.module.parameters[matrices[0]].op_name or f"parameter {matrices[0]}"
             yield finding("weight copy", f"{name} is {verb} to {shape}")
-        elif "transpose" in opcodes:
-            yield finding("transpose", f"of {shape}", _CPU_TRANSPOSE if is_cpu else "")
+        elif moves and "transpose" in opcodes:
+            is_meant = is_cpu and "dot" in opcodes | kernel.read_opcodes
+            yield finding("transpose", f"of {shape}", _CPU_TRANSPOSE if is_meant else "")
     if is_narrow and cost.products and "f32" in cost.products:
         yield finding("float32 product", f"{kernel.kind} to {shape}, where weights are narrower")
+
+
+def _is_made_of_weights(kernel: Kernel, weights: frozenset[int]) -> bool:
+    """Whether it makes another matrix from weights alone, which is the same in every pass.
+
+    Of programs whose weights are only guessed nothing is said: what they read may be a batch.
+    """
+    names = {kernel.module.parameters[x].op_name for x in kernel.origins if x in weights}
+    if not all(name.startswith("arguments[0]") for name in names):
+        return False
+    shapes = [each.shape for each in kernel.computation.operands(kernel.instruction)]
+    read = list(zip(kernel.origins, shapes, strict=True))
+    own = [shape.size for origin, shape in read if origin in weights]
+    others = [x.num_bytes for origin, x in read if origin not in weights]
+    is_whole = 2 * kernel.instruction.shape.size >= max(own)
+    return is_whole and "dot" not in kernel.opcodes and sum(others) < MIN_BYTES
 
 
 def _has_narrow_weights(program: Program) -> bool:
@@ -111,9 +134,12 @@ def _has_narrow_weights(program: Program) -> bool:
 
 
 def _loops(program: Program, *, is_cpu: bool) -> Iterator[Finding]:
-    for _, turns in program.loops:
+    for loop, turns in program.loops:
         often = "an unknown number of turns" if turns is None else f"{turns} turns"
-        yield Finding(kind="while", what=often, expected=_CPU_LOOP if is_cpu else "")
+        scope = scope_of(loop.op_name)
+        place = "layers" if loop.op_name.endswith("/layers/while") else scope
+        expected = _CPU_LOOPS.get(place, "") if is_cpu else ""
+        yield Finding(kind="while", what=often, scope=scope, expected=expected)
 
 
 def _norms(program: Program, *, is_cpu: bool) -> Iterator[Finding]:

@@ -24,8 +24,8 @@ _FUSION_KIND = re.compile(r'"kind":\s*"(\w+)"')
 _PALLAS_NAME = re.compile(r'\bname\s*=\s*\\?"([\w.-]+)|"name":\s*"([\w.-]+)"')
 # Names that tracing puts into a path, beside those of the model's own scopes.
 _STRUCTURE = re.compile(
-    r"[\w.<>-]*\(.*\)?|while|body|cond|closed_call|eval_jaxpr|branch_\d+_fun|shard_map|checkpoint|"
-    r"custom_[jv][vj]p_call|pallas_call|.*\)"
+    r"[\w.<>-]*\(.*\)?|layers|while|body|cond|closed_call|eval_jaxpr|branch_\d+_fun|shard_map|"
+    r"checkpoint|custom_[jv][vj]p_call|pallas_call|.*<locals>.*|.*\)"
 )
 
 
@@ -38,6 +38,7 @@ class Kernel:
         origins: what each operand is.
         body: what a fusion computes.
         module: where fusions inside the body are found.
+        read_in: the one scope of all that read it, if they agree.
     """
 
     instruction: Instruction
@@ -46,6 +47,7 @@ class Kernel:
     origins: tuple[Origin, ...]
     body: Computation | None
     module: Module = field(repr=False)
+    read_in: str = ""
 
     @property
     def kind(self) -> str:
@@ -61,19 +63,25 @@ class Kernel:
         return frozenset(each.opcode for each in _fused(self.instruction, self.body, self.module))
 
     @property
+    def read_opcodes(self) -> frozenset[str]:
+        """Those of all whose results it reads."""
+        makers = [self.computation.instructions[name] for name in self.producers]
+        fused = (_fused(each, _body(each, self.module), self.module) for each in makers)
+        return frozenset(each.opcode for some in fused for each in some)
+
+    @property
     def producers(self) -> list[str]:
         """Names of the instructions whose results it reads, whatever their views are called."""
         return [_viewed(name, self.computation) for name in self.instruction.operands]
 
     @property
     def scope(self) -> str:
-        """The model's named scope, such as `attention.qkv`; empty where there is none."""
-        names = [self.instruction.op_name]
-        if self.body is not None:
-            inside = self.body.instructions.values()
-            names += [self.body.root.op_name, *(x.op_name for x in inside if x.opcode == "dot")]
-            names += [x.op_name for x in inside]
-        return next((scope for scope in map(scope_of, names) if scope), "")
+        """The model's named scope, such as `attention.qkv`; empty where there is none.
+
+        What XLA makes itself, it leaves without: products of one row on a CPU, for one. There the
+        scope is that of the kernels that read it.
+        """
+        return _own_scope(self.instruction, self.body) or self.read_in
 
 
 @dataclass
@@ -105,9 +113,8 @@ class Program:
             x.index
             for x in parameters
             if x.index not in self.module.aliases
-            and x.shape.is_float
             and len(x.shape.dims) > 1
-            and (not first or x.index in first)
+            and (x.index in first if first else x.shape.is_float)
         )
 
 
@@ -123,6 +130,7 @@ class _Walk:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._module = program.module
+        self._read_in: dict[str, dict[str, str]] = {}  # by computation and instruction
 
     def run(self, computation: Computation, arguments: tuple[Origin, ...], count: float) -> Origin:
         """Adds what a computation runs; returns what its result is."""
@@ -154,9 +162,11 @@ class _Walk:
         if each.opcode in ("call", "conditional"):
             return self._branches(each, operands, count)
         if each.opcode not in _FREE and not each.opcode.endswith(("-done", "-update")):
-            called = each.called.get("calls", ())
-            body = self._module.computations[called[0]] if called else None
-            kernel = Kernel(each, computation, count, operands, body, self._module)
+            if computation.name not in self._read_in:
+                self._read_in[computation.name] = _scopes_of_readers(computation, self._module)
+            read_in = self._read_in[computation.name].get(each.name, "")
+            body = _body(each, self._module)
+            kernel = Kernel(each, computation, count, operands, body, self._module, read_in)
             self._program.kernels.append(kernel)
         return None
 
@@ -188,8 +198,43 @@ def _fused(each: Instruction, body: Computation | None, module: Module) -> Itera
         yield each
         return
     for inner in body.instructions.values():
-        called = inner.called.get("calls", ())
-        yield from _fused(inner, module.computations[called[0]] if called else None, module)
+        yield from _fused(inner, _body(inner, module), module)
+
+
+def _body(each: Instruction, module: Module) -> Computation | None:
+    """What a fusion computes."""
+    called = each.called.get("calls", ())
+    return module.computations[called[0]] if called else None
+
+
+def _own_scope(each: Instruction, body: Computation | None) -> str:
+    names = [each.op_name]
+    if body is not None:
+        inside = body.instructions.values()
+        names += [body.root.op_name, *(x.op_name for x in inside if x.opcode == "dot")]
+        names += [x.op_name for x in inside]
+    return next((scope for scope in map(scope_of, names) if scope), "")
+
+
+def _scopes_that_read(body: Computation, at: int) -> set[str]:
+    """Of what in a fusion reads its operand `at`."""
+    inside = body.instructions.values()
+    names = {each.name for each in inside if each.opcode == "parameter" and each.index == at}
+    return {scope_of(each.op_name) for each in inside if names & set(each.operands)} - {""}
+
+
+def _scopes_of_readers(computation: Computation, module: Module) -> dict[str, str]:
+    """The scope of all that read an instruction's result, where there is just one."""
+    readers: dict[str, set[str]] = {}
+    for each in reversed(computation.instructions.values()):
+        theirs = readers.get(each.name, set())
+        body = _body(each, module)
+        own = _own_scope(each, body)
+        scope = own or (next(iter(theirs)) if len(theirs) == 1 else "")
+        for at, name in enumerate(each.operands):
+            inside = set[str]() if body is None else _scopes_that_read(body, at)
+            readers.setdefault(name, set()).update(inside or ({scope} - {""}))
+    return {name: next(iter(scopes)) for name, scopes in readers.items() if len(scopes) == 1}
 
 
 def _viewed(name: str, computation: Computation) -> str:

@@ -184,7 +184,8 @@ class Body:
         for kind, run in itertools.groupby(range(len(self.kinds)), self.kinds.__getitem__):
             layers = tuple(run)
             step = functools.partial(self._looped_layer, kind, leaves, layers, inputs)
-            rows, pools = lax.fori_loop(0, len(layers), step, (rows, pools))
+            with jax.named_scope("layers"):
+                rows, pools = lax.fori_loop(0, len(layers), step, (rows, pools))
         return rows, pools
 
     def _looped_layer(

@@ -118,7 +118,8 @@ def _noise(params: RowParams, vocab_size: int) -> Float32[Array, "r V"]:
         key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), position)
         return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
-    return jax.vmap(row)(params.seed_low, params.seed_high, params.position)
+    with jax.named_scope("sampling.noise"):
+        return jax.vmap(row)(params.seed_low, params.seed_high, params.position)
 
 
 def _ordered(x: Float32[Array, "r V"]) -> Int32[Array, "r V"]:
@@ -136,4 +137,5 @@ def _largest(
         candidate = found + lax.shift_left(jnp.int32(1), 31 - index)  # the first step wraps to 0
         return jnp.where(holds(candidate), candidate, found)
 
-    return lax.fori_loop(0, 32, halve, jnp.full((num_rows,), -(2**31), jnp.int32))
+    with jax.named_scope("sampling.cut"):
+        return lax.fori_loop(0, 32, halve, jnp.full((num_rows,), -(2**31), jnp.int32))
