@@ -2,8 +2,14 @@
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -154,3 +160,62 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left on device; free some space"):
         convert(TINY, tmp_path / "tiny")
     assert not list(tmp_path.iterdir())
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub of one model, which lies in the server's `folder`; keeps what was asked for."""
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        folder, commit, path = self.server.folder, "a" * 40, self.path.partition("?")[0]
+        self.server.asked.append(path)
+        files, status, data = list(folder.iterdir()), 200, b""
+        if path == "/api/models/owner/tiny/revision/main":
+            named = [{"rfilename": file.name} for file in files]
+            data = json.dumps({"id": "owner/tiny", "sha": commit, "siblings": named}).encode()
+        elif path.startswith("/api/models/owner/tiny/tree/"):
+            sizes = {file.name: file.stat().st_size for file in files}
+            kind = {"type": "file", "oid": "b" * 40}
+            data = json.dumps([kind | {"path": k, "size": n} for k, n in sizes.items()]).encode()
+        elif path.startswith(f"/owner/tiny/resolve/{commit}/"):
+            data = (folder / Path(path).name).read_bytes()
+        else:
+            status = 404
+        self.send_response(status)
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("huggingface_hub"), reason="needs pip install -e '.[hub]'")
+def test_a_hub_id_is_fetched_and_converted_in_one_run(tmp_path):
+    folder = write_folder(tmp_path / "hub", TinyCheckpoint())
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.folder, server.asked = folder, []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "NO_PROXY": "127.0.0.1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "jaxprefill", "convert", "owner/tiny", str(tmp_path / "made")],
+        env=os.environ | address | {"HF_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    server.shutdown()
+    server.server_close()
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert not any(path.endswith(".bin") for path in server.asked)
+    made, wanted = (open_checkpoint(str(tmp_path / name)) for name in ("made", "hub"))
+    assert made.names() == wanted.names() and made.config == wanted.config
+    for name in wanted.names():
+        np.testing.assert_array_equal(made.read(name), wanted.read(name))
