@@ -1,7 +1,7 @@
 """Runs the tiny model on several devices, and prints as JSON what came out (test_devices.py).
 
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.on_devices 1 2 4
-python -m tests.on_devices 2 4 --families          (see `family_differences`)
+python -m tests.on_devices 2 4 --families deepseek_v4          (see `family_differences`)
 python -m tests.on_devices 2 4 --fixture gemma2_soft_caps bfloat16
 python -m tests.on_devices 2 --process 0 --port 12345 --cache folder    (and --process 1)
 """
@@ -160,8 +160,8 @@ def restores_alike(checkpoint: TinyCheckpoint, num_devices: int) -> bool:
         )
 
 
-def family_differences(devices: list[int]) -> dict[str, float]:
-    """How far rows of families with experts, soft caps or sinks are from one device's, at most."""
+def family_differences(devices: list[int], names: list[str]) -> dict[str, float]:
+    """How far rows of these families (none: all) are from one device's, at most."""
     hybrid = [
         f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed")
     ]
@@ -177,6 +177,7 @@ def family_differences(devices: list[int]) -> dict[str, float]:
     )
     configs = {case.name: read_config(case.hf) for case in CASES if case.name in FAMILIES}
     configs["deepseek_v4"] = read_deepseek(fixture_config() | latent)
+    configs = {name: configs[name] for name in names or configs}
     worst = dict.fromkeys(configs, 0.0)
     for name, config in configs.items():
         checkpoint = random_checkpoint(config)
@@ -203,7 +204,7 @@ def main() -> None:
     parser.add_argument("--process", type=int)
     parser.add_argument("--port")
     parser.add_argument("--cache")
-    parser.add_argument("--families", action="store_true")
+    parser.add_argument("--families", nargs="*", metavar="NAME")
     parser.add_argument("--fixture", nargs=2, metavar=("NAME", "DTYPE"))
     args = parser.parse_args()
     if args.fixture:
@@ -212,8 +213,8 @@ def main() -> None:
         print("\nFOUND " + json.dumps(found, default=float))
         return
     checkpoint = make_checkpoint()
-    if args.families:
-        found = family_differences(args.devices)
+    if args.families is not None:
+        found = family_differences(args.devices, args.families)
     elif args.process is None:
         found = {n: measure(checkpoint, n) for n in args.devices}
         found["restored"] = [restores_alike(checkpoint, n) for n in args.devices]
