@@ -1,9 +1,11 @@
 """Batch files over the fake engine: envelopes, order, faults, and runs that are killed."""
 
 import asyncio
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -118,6 +120,11 @@ WRONG = [
     (b"{nonsense", 400, None, "JSON object"),
     (b"[1]", 400, None, "object"),
     (b'{"custom_id": "\xff"}', 400, None, "UTF-8"),
+    (b'{"custom_id": "nan", "body": {"temperature": NaN}}', 400, "nan", "JSON object"),
+    (b'{"custom_id": "half", "body": {"prompt": "\\ud83d"}}', 400, "half", "JSON object"),
+    (b'{"custom_id": "\\ud83d", "body": {}}', 400, None, "JSON object"),
+    (b'{"custom_id": 5, "body": NaN}', 400, None, "JSON object"),
+    (b"{" + b'"a": [' * 9**5, 400, None, "JSON object"),
     (json.dumps(request(None)).encode(), 400, None, "custom_id must be a text"),
     (json.dumps(request("")).encode(), 400, None, "custom_id must be a text"),
     (json.dumps(request(5)).encode(), 400, None, "custom_id must be a text"),
@@ -421,6 +428,17 @@ def test_lines_end_at_newlines_alone(tmp_path, monkeypatch):
             found += [(line.number, line.text) for line in lines]
     expected = [(1, "a\u2028b\x0bc".encode()), (4, None), (5, b"12345678"), (6, b"end")]
     assert found == expected
+
+
+def test_what_other_programs_packed_is_told_or_read(files):
+    source, output = files
+    skipped = b"\x50\x2a\x4d\x18\x03\0\0\0abc"
+    source.write_bytes(skipped + zstd.compress(jsonl([request("a")])))
+    assert run(source, output).progress.num_failed == 0
+    for pack in (bz2.compress, lzma.compress, lambda data: data.decode().encode("utf-16")):
+        source.write_bytes(pack(jsonl([request("a")])))
+        with pytest.raises(ConfigError, match="plain or packed by gzip or zstd, but is"):
+            Source(str(source))
 
 
 def test_a_file_that_ends_too_early_says_so(files):

@@ -10,6 +10,7 @@ the status is not 200, `error` holds code and message too. A line that is no req
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -145,7 +146,11 @@ class BatchJob:
         try:
             if line.text is None:
                 raise ApiError(413, "the line is too long; send less in one", code="line_too_long")
-            envelope = _decoded(line.text)
+            try:
+                envelope = _decoded(line.text)
+            except RequestError:
+                custom_id = _custom_id_of(line.text)
+                raise
             if not isinstance(envelope.custom_id, str) or not envelope.custom_id:
                 raise wrong("custom_id", "a text that is not empty", envelope.custom_id)
             custom_id = envelope.custom_id
@@ -204,6 +209,15 @@ def _decoded(text: bytes) -> _Envelope:
         return msgspec.json.decode(text, type=_Envelope)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the line must be a JSON object in UTF-8, but {error}") from None
+
+
+def _custom_id_of(text: bytes) -> str | None:
+    """Of a line that is nearly JSON: with NaN, or half a surrogate pair, in its body."""
+    try:
+        found: Any = json.loads(text)["custom_id"]
+        return found if found and found.encode() else None
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def _endpoint(envelope: _Envelope) -> Endpoint:

@@ -16,6 +16,14 @@ from typing import Any, BinaryIO, Protocol, cast
 from jaxprefill.errors import ConfigError, JaxPrefillError
 
 _MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+_SKIPPED = b"\x2a\x4d\x18"  # of a zstd frame to be skipped, behind a byte that varies
+_OTHERS = {
+    b"\xfd7zXZ\0": "xz",
+    b"BZh91AY&SY": "bzip2",
+    b"PK\x03\x04": "zip",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 _CHUNK = 2**16
 
 
@@ -87,9 +95,21 @@ def codec_of_path(path: str) -> Codec:
 
 
 def open_text(stream: io.BufferedReader, name: str) -> "TextStream":
-    """What a stream holds, unpacked if its first bytes say that it is packed."""
-    start = stream.peek(4)
+    """What a stream holds, unpacked if its first bytes say that it is packed.
+
+    Raises:
+        ConfigError: they say that it is of a kind which is not read.
+    """
+    start = stream.peek(10)
     suffix = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "")
+    if start[1:4] == _SKIPPED:
+        suffix = ".zst"
+    for magic, kind in _OTHERS.items():
+        if start.startswith(magic):
+            raise ConfigError(
+                f"{name} must be text in UTF-8, plain or packed by gzip or zstd, but is {kind}; "
+                "convert it first"
+            )
     codec = codec_of(suffix)
     return TextStream(codec.open(stream), codec, name)
 

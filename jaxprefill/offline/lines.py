@@ -37,12 +37,16 @@ class Source:
         """Opens it.
 
         Raises:
-            ConfigError: it cannot be opened.
+            ConfigError: it cannot be opened, or is of a kind that is not read.
         """
         self.path = path
         self.name = "stdin" if path == STANDARD else path
         self._raw = _open(path)
-        self.stream: TextStream = open_text(self._raw, self.name)
+        try:
+            self.stream: TextStream = open_text(self._raw, self.name)
+        except BaseException:
+            self._raw.close()
+            raise
 
     @property
     def size(self) -> int | None:
