@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from benchmarks import rig as rigs
 from jaxprefill.assembly import Assembly
 from jaxprefill.config import EngineConfig
+from jaxprefill.kernels import triton
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import pallas_triton as layers
@@ -134,6 +135,63 @@ def test_a_qwen3_8b_layer_is_five_kernels_on_cuda(
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2 * num_kernels
     assert "stablehlo.while" not in text
+
+
+@pytest.mark.parametrize("pack", [2, 4])
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_eight_bits_are_widened_exactly(kind, pack):
+    """The PTX text, run by hand on every byte."""
+    given = np.arange(256, dtype=np.uint8)
+    values = given.view(jnp.dtype(kind)).astype(np.float32)
+    found = run_ptx(triton._WIDEN[kind, pack], given.view(f"<u{pack}").astype(np.uint32))
+    wide = np.stack(found, axis=1).view(jnp.bfloat16).reshape(-1).astype(np.float32)
+    is_number = ~np.isnan(values)
+    np.testing.assert_array_equal(wide[is_number], values[is_number])
+    assert np.isfinite(wide).all()
+
+
+def run_ptx(text, operand):
+    """The results of a few kinds of instructions: arrays of two bfloat16 a word."""
+    num_results = 2 if "$2" in text else 1
+    registers = {f"${num_results}": operand}
+
+    def read(name):
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    def permuted(low, high, order):
+        both = low.astype(np.uint64) | np.uint64(high) << np.uint64(32)
+        parts = [
+            (both >> np.uint64(8 * (int(order) >> 4 * at & 7)) & np.uint64(255))
+            << np.uint64(8 * at)
+            for at in range(4)
+        ]
+        return sum(parts).astype(np.uint32)
+
+    def multiplied(a, b, c):
+        a, b, c = (
+            np.broadcast_to(x, operand.shape)
+            .astype(np.uint32)
+            .view(jnp.bfloat16)
+            .astype(np.float64)
+            for x in (a, b, c)
+        )
+        return (a * b + c).astype(jnp.bfloat16).view(np.uint32)
+
+    kinds = {
+        "mov": lambda a: a,
+        "cvt": lambda a: a,
+        "and": np.bitwise_and,
+        "shr": np.right_shift,
+        "shl": np.left_shift,
+        "prmt": permuted,
+        "lop3": lambda a, b, c, _: a & b | c,  # 0xea
+        "fma": multiplied,
+    }
+    for line in text.splitlines()[2:-1]:
+        name, _, rest = line.strip(" ;").partition(" ")
+        to, *operands = rest.split(", ")
+        registers[to] = kinds[name.split(".")[0]](*map(read, operands))
+    return [registers[f"${at}"] for at in range(num_results)]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxprefill.kernels.attention.pallas_triton import count_arrival
 from jaxprefill.kernels.decoder_layer.api import LayerStream, LayerWeights
-from jaxprefill.kernels.triton import Ref, dot, power_of_two
+from jaxprefill.kernels.triton import Ref, dot, power_of_two, widen
 
 Sums = tuple[Float32[Array, "a b"], ...]  # one, or gate and up
 
@@ -40,6 +40,8 @@ class GemmTiles(NamedTuple):
             two from 16 that divide the sizes of the weight, `block_k` that of a split.
         is_swapped: whether outputs, rather than rows, are the first side of the dot.
         is_interleaved: whether two products are one dot, whose outputs alternate.
+        pack: weights of eight bits that are widened at once: 1 leaves it to Triton; 2 suits a
+            dot whose first side is 64 or more and 4 warps, 4 every other.
     """
 
     tile_t: int
@@ -50,6 +52,7 @@ class GemmTiles(NamedTuple):
     num_stages: int = 4
     is_swapped: bool = False
     is_interleaved: bool = False
+    pack: int = 1
 
 
 class _Gemm(NamedTuple):
@@ -237,7 +240,7 @@ def _result_shapes(gemm: _Gemm, dtype: Any) -> list[jax.ShapeDtypeStruct]:
 def _kernel(operands: Any, *results: Ref, gemm: _Gemm, interpret: bool) -> None:
     tile, block, split = (pl.program_id(axis) for axis in range(3))
     rows = pl.ds(tile * gemm.tiles.tile_t, gemm.tiles.tile_t)
-    sums = _products(operands, rows, block, split, gemm)
+    sums = _products(operands, rows, block, split, gemm, interpret=interpret)
     if gemm.tiles.num_splits == 1:
         _finish(operands, results, sums, rows, block, gemm)
         return
@@ -262,7 +265,13 @@ def _kernel(operands: Any, *results: Ref, gemm: _Gemm, interpret: bool) -> None:
 
 
 def _products(
-    operands: Any, rows: Any, block: Int32[Array, ""], split: Int32[Array, ""], gemm: _Gemm
+    operands: Any,
+    rows: Any,
+    block: Int32[Array, ""],
+    split: Int32[Array, ""],
+    gemm: _Gemm,
+    *,
+    interpret: bool,
 ) -> Sums:
     tiles = gemm.tiles
     depth = gemm.depth // tiles.num_splits
@@ -271,10 +280,10 @@ def _products(
     def step(index: Int32[Array, ""], sums: Sums) -> Sums:
         at = pl.ds(split * depth + index * tiles.block_k, tiles.block_k)
         x = operands.x[rows, at]
-        weights = [
-            _own(operands.weight, operands, column, at, rank=2).astype(x.dtype)
-            for column in columns
-        ]
+        weights = [_own(operands.weight, operands, column, at, rank=2) for column in columns]
+        if weights[0].dtype != x.dtype:
+            pack = 1 if interpret or x.dtype != jnp.bfloat16 else tiles.pack
+            weights = [widen(one, pack) if pack > 1 else one.astype(x.dtype) for one in weights]
         pairs = [(weight, x) if tiles.is_swapped else (x, weight) for weight in weights]
         return tuple(
             total + dot(left, right, trans_b=True)
