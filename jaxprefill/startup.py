@@ -24,6 +24,7 @@ from jaxprefill.kernels.self_check import (
     check_products,
 )
 from jaxprefill.models.decoder import attention_specs
+from jaxprefill.models.quantized import kind_of
 from jaxprefill.models.tree import Leaves
 from jaxprefill.plan import EnginePlan
 from jaxprefill.prefill.compiler import (
@@ -226,7 +227,9 @@ def check_kernels(plan: EnginePlan) -> None:
             spec=spec,
         )
     if uses_fused_layers(model, plan.backend, platform=plan.device.platform, dtype=plan.dtype.name):
-        check_products(plan.dtype)
+        kind = model.quantization  # beside float8 there is int8
+        for own in {kind and kind_of(matrix, kind) for matrix in ("qkv", "gate_up")}:
+            check_products(plan.dtype, quantization=own)
     if plan.kernels == "pallas_triton":
         check_experts(plan.dtype)
         if model.latent is not None and lacks_attend_latent(model.head_dim) is None:

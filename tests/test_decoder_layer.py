@@ -16,8 +16,9 @@ from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import pallas_triton as layers
 from jaxprefill.kernels.decoder_layer.gemm import GemmTiles
+from jaxprefill.kernels.decoder_layer.select import lacks_fused_layer
 from jaxprefill.kernels.device import DeviceInfo
-from jaxprefill.models.fused import lacks_fusion
+from jaxprefill.models.fused import lacks_fusion, layer_sizes
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.stacks import can_view, stack_leaves, stacked_shapes
 from jaxprefill.models.tree import model_tree
@@ -63,9 +64,9 @@ def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles, kind)
         chosen = None if tiles == "xla" else tiles
         head = chosen and chosen._replace(block_n=SMALL.head_dim // 2)
         narrow = chosen and chosen._replace(is_interleaved=False)
-        monkeypatch.setattr(layers, "choose_tiles", lambda *_: narrow)
-        monkeypatch.setattr(layers, "choose_gated_tiles", lambda *_: chosen)
-        monkeypatch.setattr(layers, "choose_head_tiles", lambda *_: head)
+        monkeypatch.setattr(layers, "choose_tiles", lambda *_, **__: narrow)
+        monkeypatch.setattr(layers, "choose_gated_tiles", lambda *_, **__: chosen)
+        monkeypatch.setattr(layers, "choose_head_tiles", lambda *_, **__: head)
     rig, key = rig_of_small(monkeypatch, kind), ShapeKey(num_tokens, 4, 128)
     rng = np.random.default_rng(0)
     leaves = tuple(
@@ -101,8 +102,7 @@ def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles, kind)
         (1, 1, True, 5, None),
         (32, 16, False, 5, None),
         (32, 16, False, 5, "int8"),
-        (32, 16, False, 5, "float8_e4m3fn"),
-        (64, 64, True, 5, None),
+        (64, 64, True, 5, "float8_e4m3fn"),
         (128, 16, False, 3, None),
         (256, 16, False, 2, None),
         (2048, 16, False, 2, None),
@@ -135,6 +135,26 @@ def test_a_qwen3_8b_layer_is_five_kernels_on_cuda(
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2 * num_kernels
     assert "stablehlo.while" not in text
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 16, 32, 64])
+def test_chosen_tiles_divide_what_they_cut(num_tokens, itemsize):
+    for config in (SMALL, *rigs.MODELS.values()):
+        sizes = layer_sizes(config)
+        if lacks_fused_layer(sizes, platform="gpu", dtype="bfloat16"):
+            continue
+        tiles = layers.layer_tiles(sizes, num_tokens, itemsize=itemsize)
+        cuts = (
+            (tiles.qkv, sizes.hidden_size, sizes.qkv_size // 2),
+            (tiles.output, sizes.attended_size, sizes.hidden_size),
+            (tiles.gate_up, sizes.hidden_size, sizes.mlp_size),
+            (tiles.down, sizes.mlp_size, sizes.hidden_size),
+        )
+        for own, depth, outputs in cuts:
+            assert outputs % own.block_n == depth % (own.num_splits * own.block_k) == 0
+            assert own.num_splits == 1 or depth // own.num_splits >= 256
+            assert (own.pack > 1) == (itemsize == 1)
 
 
 @pytest.mark.parametrize("pack", [2, 4])

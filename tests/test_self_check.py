@@ -40,9 +40,14 @@ def test_a_wrong_attention_kernel_is_named():
 
 # The residual product is the last of three: the others pass before it.
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("rotated", "gated")), "residual"]
+    ("kind", "quantization"),
+    [
+        pytest.param("rotated", None, marks=pytest.mark.slow),
+        pytest.param("gated", "float8_e4m3fn", marks=pytest.mark.slow),
+        ("residual", "int8"),
+    ],
 )
-def test_a_wrong_product_is_named(monkeypatch, kind):
+def test_a_wrong_product_is_named(monkeypatch, kind, quantization):
     finish = gemm._finish
 
     def wrong(operands, results, sums, rows, block, of):
@@ -52,7 +57,7 @@ def test_a_wrong_product_is_named(monkeypatch, kind):
 
     monkeypatch.setattr(gemm, "_finish", wrong)
     with pytest.raises(KernelError, match=f"pallas_triton {kind} product"):
-        self_check.check_products(FLOAT32, interpret=True)
+        self_check.check_products(FLOAT32, quantization=quantization, interpret=True)
 
 
 def test_wrong_experts_are_named(monkeypatch):

@@ -70,13 +70,17 @@ def check_attention(
         _compare(f"{backend.name} attention ({case.name})", found, expected, dtype)
 
 
-def check_products(dtype: jnp.dtype, *, interpret: bool = False) -> None:
-    """The fused layer's products; `interpret` runs them on any device.
+def check_products(
+    dtype: jnp.dtype, *, quantization: str | None = None, interpret: bool = False
+) -> None:
+    """The fused layer's products, with weights of the type that is served.
+
+    `interpret` runs them on any device.
 
     Raises:
         KernelError: names the kernel, its error and the limit.
     """
-    for name, ours, plain in _products(dtype, interpret=interpret):
+    for name, ours, plain in _products(dtype, quantization, interpret=interpret):
         found, expected = jax.jit(ours)(), jax.jit(plain)()
         _compare(f"pallas_triton {name} product", found, expected, dtype)
 
@@ -225,7 +229,7 @@ def _attend(
 
 
 def _products(
-    dtype: jnp.dtype, *, interpret: bool
+    dtype: jnp.dtype, quantization: str | None, *, interpret: bool
 ) -> Iterator[tuple[str, Callable[[], Array], Callable[[], Array]]]:
     """(name, ours, plain JAX's) of each kind, over the same random operands."""
     rng = np.random.default_rng(0)
@@ -233,27 +237,37 @@ def _products(
     def draw(*shape: int) -> Float[Array, "..."]:
         return jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
 
-    x, weight, norms = draw(_ROWS, _DEPTH), draw(_WIDTH, _DEPTH), draw(2, _WIDTH)
-    gate_up, hidden = draw(2 * _WIDTH, _DEPTH), draw(_ROWS, _WIDTH).astype(jnp.float32)
+    def draw_weight(outputs: int) -> tuple[Array, Array | None]:
+        weight = draw(outputs, _DEPTH)
+        if quantization is None:
+            return weight, None
+        return (weight * 1000).astype(quantization), jnp.linspace(5e-4, 2e-3, outputs)
+
+    x, hidden, norms = draw(_ROWS, _DEPTH), draw(_ROWS, _WIDTH), draw(2, _WIDTH)
+    (weight, scales), (gate_up, pair_scales) = draw_weight(_WIDTH), draw_weight(2 * _WIDTH)
     sizes = LayerSizes(_DEPTH, 2 * _WIDTH, _WIDTH, _WIDTH, _HEAD_DIM)
-    heads = LayerWeights(gate_up, weight, gate_up, weight, qk_norms=draw(2, _HEAD_DIM))
+    heads = LayerWeights(
+        gate_up, weight, gate_up, weight, qk_norms=draw(2, _HEAD_DIM), qkv_scale=pair_scales
+    )
     angle = draw(_ROWS, _HEAD_DIM // 2).astype(jnp.float32)
     rotary = jnp.stack([jnp.cos(angle), jnp.sin(angle)])
     kv_heads = _WIDTH // _HEAD_DIM // 2
-    tiles = choose_tiles(_ROWS, _DEPTH, _WIDTH)
-    gated_tiles = choose_gated_tiles(_ROWS, _DEPTH, _WIDTH)
-    head_tiles = choose_head_tiles(_ROWS, sizes)
+    itemsize = weight.dtype.itemsize
+    tiles = choose_tiles(_ROWS, _DEPTH, _WIDTH, itemsize=itemsize)
+    gated_tiles = choose_gated_tiles(_ROWS, _DEPTH, _WIDTH, itemsize=itemsize)
+    head_tiles = choose_head_tiles(_ROWS, sizes, itemsize=itemsize)
     num_counters = max(
         gemm.num_arrivals(_ROWS, _WIDTH, one) for one in (tiles, gated_tiles, head_tiles)
     )
     counters: Int32[Array, " tiles"] = jnp.zeros(num_counters, jnp.int32)
     squares = jnp.square(x.astype(jnp.float32)).sum(1, keepdims=True)
     stream = LayerStream(x.astype(jnp.float32), x, squares, counters)
-    own = LayerStream(hidden, hidden.astype(dtype), squares, counters)
+    own = LayerStream(hidden.astype(jnp.float32), hidden, squares, counters)
     layer = jnp.int32(0)
 
     def plain_heads() -> Float[Array, "T heads D"]:
-        rows = xla.project(stream, heads.qkv, None, norm_eps=_EPS).reshape(_ROWS, -1, _HEAD_DIM)
+        rows = xla.project(stream, heads.qkv, None, norm_eps=_EPS, scales=pair_scales)
+        rows = rows.reshape(_ROWS, -1, _HEAD_DIM)
         return plain_norm_and_rotate(rows, rotary, heads.qk_norms, kv_heads=kv_heads, norm_eps=_EPS)
 
     yield (
@@ -269,19 +283,23 @@ def _products(
     yield (
         "gated",
         lambda: gemm.project_gated(
-            stream, gate_up, layer, tiles=gated_tiles, norm_eps=_EPS, interpret=interpret
+            stream, gate_up, layer, tiles=gated_tiles, norm_eps=_EPS, scales=pair_scales,
+            interpret=interpret,
         )[0],
-        lambda: xla.project_gated(stream, gate_up, norm_eps=_EPS),
-    )
+        lambda: xla.project_gated(stream, gate_up, norm_eps=_EPS, scales=pair_scales),
+    )  # fmt: skip
     yield (
         "residual",
         lambda: (
             gemm.project_residual(
-                x, weight, own, norms, layer, norm_row=1, tiles=tiles, interpret=interpret
+                x, weight, own, norms, layer, norm_row=1, tiles=tiles, scales=scales,
+                interpret=interpret,
             ).hidden
         ),
-        lambda: xla.project_residual(x, weight, own, norms, layer, norm_row=1).hidden,
-    )
+        lambda: xla.project_residual(
+            x, weight, own, norms, layer, norm_row=1, scales=scales
+        ).hidden,
+    )  # fmt: skip
 
 
 def _compare(

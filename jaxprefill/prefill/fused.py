@@ -72,7 +72,9 @@ class FusedBody(Body):
         """`models.fused.lacks_fusion` must find nothing; `interpret` runs it on any device."""
         super().__init__(tree, backend, layout)
         self._sizes = layer_sizes(tree.config)
-        self._tiles = layer_tiles(self._sizes, layout.key.num_tokens)
+        kind = jnp.dtype(tree.config.quantization or tree.shapes[0].dtype)
+        num_tokens = layout.key.num_tokens
+        self._tiles = layer_tiles(self._sizes, num_tokens, itemsize=kind.itemsize)
         if self._tiles.takes_stacks:  # XLA has no product to tune
             self.products, self.is_stacked = None, has_stacks
         self._by_window = {

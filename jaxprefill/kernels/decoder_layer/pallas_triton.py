@@ -42,15 +42,16 @@ class LayerTiles(NamedTuple):
         return None not in self
 
 
-def layer_tiles(sizes: LayerSizes, num_tokens: int) -> LayerTiles:
-    """The measured choice for these sizes."""
+def layer_tiles(sizes: LayerSizes, num_tokens: int, *, itemsize: int) -> LayerTiles:
+    """The measured choice for these sizes, and weights whose numbers have `itemsize` bytes."""
     if num_tokens > MAX_TILED_TOKENS and not is_wide(sizes, num_tokens):
         return LayerTiles(None, None, None, None)
+    hidden_size, mlp_size, size = sizes.hidden_size, sizes.mlp_size, itemsize
     chosen = LayerTiles(
-        qkv=choose_head_tiles(num_tokens, sizes),
-        output=choose_tiles(num_tokens, sizes.attended_size, sizes.hidden_size),
-        gate_up=choose_gated_tiles(num_tokens, sizes.hidden_size, sizes.mlp_size),
-        down=choose_tiles(num_tokens, sizes.mlp_size, sizes.hidden_size),
+        qkv=choose_head_tiles(num_tokens, sizes, itemsize=size),
+        output=choose_tiles(num_tokens, sizes.attended_size, hidden_size, itemsize=size),
+        gate_up=choose_gated_tiles(num_tokens, hidden_size, mlp_size, itemsize=size),
+        down=choose_tiles(num_tokens, mlp_size, hidden_size, itemsize=size),
     )
     if num_tokens <= MAX_TILED_TOKENS:
         return chosen
