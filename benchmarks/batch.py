@@ -1,9 +1,9 @@
 """Batch files of short prompts, packed by the scheduler, against one line after another.
 
-    python -m benchmarks.batch [--model demo] [--lines 128] [--tokens 16]
+    python -m benchmarks.batch [--model demo] [--lines 128] [--tokens 16] [OPTION=VALUE ...]
 
-Both runs go through `jaxprefill.offline` and one engine; `--window 1` is one by one. Prompts share
-no prefix. Prints a table and, with --output, writes JSON.
+Options are the engine's. Both runs go through `jaxprefill.offline` and one engine; `--window 1` is
+one by one. Prompts share no prefix. Prints a table and, with --output, writes JSON.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.meta import describe_run
-from jaxprefill.config import EngineConfig
+from jaxprefill.config import make_config
 from jaxprefill.offline.batch import DEFAULT_WINDOW, BatchJob
 from jaxprefill.offline.lines import Source
 from jaxprefill.offline.output import LineOutput
@@ -62,7 +62,8 @@ async def timed(session: OfflineSession, folder: Path, data: bytes, window: int)
 
 
 async def measure(args: argparse.Namespace) -> list[dict]:
-    engine = EngineProcess(EngineConfig(model=args.model))
+    options = dict(option.split("=", 1) for option in args.options)
+    engine = EngineProcess(make_config(model=args.model, **options))
     rows = []
     async with OfflineSession(engine) as session:
         await session.ready()
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="of the engine")
     args = parser.parse_args()
     rows = asyncio.run(measure(args))
     for one, many in zip(rows[::2], rows[1::2], strict=True):

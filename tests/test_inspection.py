@@ -460,6 +460,7 @@ def test_the_status_of_a_diff_is_for_scripts(cli, pair, expected):
         (["diff", "./nowhere", "clean 8"], "./nowhere must be a store's folder"),
         (["list", "--store", ""], "argument --store: must not be empty, got ''"),
         (["show", "clean 8", "--op", " "], "argument --op: must not be empty"),
+        (["list", "--store", "x", "--page-size", "8"], "must be left out, got --page-size"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_compiled(cli, argv, message):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from jaxprefill.errors import KernelUnsupported
 from jaxprefill.kernels.attention import CAUSAL, AttentionNeeds, AttentionSpec, select_backend
 from jaxprefill.kernels.attention.api import NO_ROW
 from jaxprefill.kernels.attention.cases import AttentionCase, make_inputs
 from jaxprefill.kernels.attention.pallas_mosaic_gpu import PALLAS_MOSAIC_GPU
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.whole_tiles import merge_parts, write_pool
-from jaxprefill.kernels.attention.xla import XLA
 from tests.test_pallas_triton import arguments, expected, poisoned, pool_after, rounded
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -44,21 +44,23 @@ NEEDS = AttentionNeeds(
 
 
 @pytest.mark.parametrize(
-    ("change", "backend"),
+    ("change", "reason"),
     [
-        ({}, PALLAS_MOSAIC_GPU),
-        ({"compute_capability": "10.0"}, PALLAS_TRITON),
-        ({"compute_capability": None}, PALLAS_TRITON),
-        ({"dtype": "float32"}, PALLAS_TRITON),
-        ({"head_dim": 64}, PALLAS_TRITON),
-        ({"page_size": 4}, PALLAS_TRITON),
-        ({"group": 7}, PALLAS_TRITON),
-        ({"specs": (CAUSAL, AttentionSpec(window=64))}, PALLAS_TRITON),
-        ({"platform": "cpu", "compute_capability": None}, XLA),
+        ({"compute_capability": "10.0"}, "9.0, not on 10.0"),
+        ({"compute_capability": None}, "another chip"),
+        ({"dtype": "float32"}, "not float32"),
+        ({"head_dim": 64}, "128, not 64"),
+        ({"page_size": 4}, "128 tokens, not 4"),
+        ({"group": 7}, "even number"),
+        ({"specs": (CAUSAL, AttentionSpec(window=64))}, "no sliding window"),
+        ({"platform": "cpu"}, "not on cpu"),
     ],
 )
-def test_auto_takes_it_on_hopper_for_what_it_can_do(change, backend):
-    assert select_backend("auto", replace(NEEDS, **change)) is backend
+def test_its_name_takes_it_on_hopper_for_what_it_can_do(change, reason):
+    assert select_backend("pallas_mosaic_gpu", NEEDS) is PALLAS_MOSAIC_GPU
+    assert select_backend("auto", NEEDS) is PALLAS_TRITON
+    with pytest.raises(KernelUnsupported, match=reason):
+        select_backend("pallas_mosaic_gpu", replace(NEEDS, **change))
 
 
 def test_decode_and_small_buckets_are_tiled_for_the_triton_kernel():

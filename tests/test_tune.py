@@ -402,12 +402,18 @@ def test_json_holds_everything_and_the_next_engine_takes_what_was_written(comman
     assert "buckets 8,32," in planned(**OPTIONS | {"prefill_buckets": (8, 32)})
 
 
+@pytest.mark.parametrize("budget", ["5", "1.5", "5%%", "x", "-1%"])
+def test_a_budget_is_a_share(command, budget):
+    status, _, err = command(f"--budget={budget}")
+    assert status == 2 and "must be a share" in err
+
+
 def test_a_budget_that_cannot_be_met_is_told_by_the_status(command, fake):
     status, out, err = command("--budget", "0", "--max-buckets", "1")
     assert status == 1 and "--prefill-buckets 160" in out and "no ladder" in err
     _, out, err = command("--time-limit", "1")
     assert "│ tuned    │       4 │ ~" in out and "costs of 20,24,92 are interpolated" in err
-    status, out, _ = command("--budget", "1e6", "-q")
+    status, out, _ = command("--budget", "1e8%", "-q")
     assert status == 0 and "--prefill-buckets 160" in out
 
 
@@ -445,7 +451,7 @@ def test_the_tiny_model_is_measured_and_its_ladder_taken(command):
     """With real executables, those of the session's engine, from its compilation cache."""
     status, out, err = command(
         *("--prefill-buckets=8,32", "--chunked-prefill-size=32"),
-        *("--budget=1e9", "--write", "--json"),
+        *("--budget=1e9%", "--write", "--json"),
     )
     found = json.loads(out)
     assert status == 0 and found["buckets"] == [32] and "measured 8 tokens: " in err

@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show the log of this and other libraries"
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, leave_out=("executables", "store"))  # it loads from neither
 
 
 def run(args: argparse.Namespace) -> int:

@@ -55,6 +55,13 @@ def engine_config_of(args: argparse.Namespace) -> EngineConfig:
     return make_config(**{name: given[name] for name in names if name in given})
 
 
+def given_flags(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> list[str]:
+    """The flags of engine options that were given, but some."""
+    given = vars(args)
+    names = [item.name for item, _ in engine_options() if item.name not in _NO_FLAG]
+    return [flag_name(name) for name in names if name in given and name not in leave_out]
+
+
 def flag_name(field_name: str) -> str:
     """`max_tokens` as `--max-tokens`."""
     return "--" + field_name.replace("_", "-")

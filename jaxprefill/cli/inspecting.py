@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxprefill.cli.flags import engine_config_of
+from jaxprefill.cli.flags import engine_config_of, given_flags
 from jaxprefill.cli.streams import emit, emit_json, note
 from jaxprefill.cli.tables import emit_table
-from jaxprefill.errors import InspectionError, JaxPrefillError, RequestError
+from jaxprefill.errors import ConfigError, InspectionError, JaxPrefillError, RequestError
 from jaxprefill.inspection import text
 from jaxprefill.inspection.diff import Difference, compare
 from jaxprefill.inspection.fold import fold, lines_of
@@ -33,8 +33,16 @@ def run_action(args: argparse.Namespace) -> int:
     """Does what `args.action` says; returns the exit status.
 
     Raises:
+        ConfigError: engine options for what is compiled already.
         JaxPrefillError: the source or the executable cannot be had.
     """
+    unused = given_flags(args, leave_out=("executables", "store", "trust_executables"))
+    if unused and (args.url is not None or args.folder is not None):
+        source = "--store" if args.url is None else "--url"
+        raise ConfigError(
+            f"{source} shows executables as they are, so engine options must be left out, "
+            f"got {', '.join(unused)}"
+        )
     return _ACTIONS[args.action](args)
 
 

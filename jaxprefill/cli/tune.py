@@ -81,15 +81,18 @@ def parse_share(name: str, text: str) -> float:
     """`5%` or `0.05` as 0.05.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or above 1 without a percent sign.
     """
     number, percent, rest = text.strip().partition("%")
     try:
-        if rest:
+        share = float(number) / (100 if percent else 1)
+        if rest or (share > 1 and not percent):
             raise ValueError
-        return float(number) / (100 if percent else 1)
     except ValueError:
-        raise ConfigError(f"{name} must be a share such as 5% or 0.05, got {text!r}") from None
+        raise ConfigError(
+            f"{name} must be a share such as 5% or 0.05, and above 1 in percent, got {text!r}"
+        ) from None
+    return share
 
 
 COMMAND = Command(

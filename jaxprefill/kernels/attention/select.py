@@ -8,7 +8,7 @@ from jaxprefill.kernels.attention.pallas_mosaic_gpu import PALLAS_MOSAIC_GPU
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
 
-BACKENDS: tuple[AttentionBackend, ...] = (PALLAS_MOSAIC_GPU, PALLAS_TRITON, XLA)
+BACKENDS: tuple[AttentionBackend, ...] = (PALLAS_TRITON, XLA, PALLAS_MOSAIC_GPU)
 
 
 def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
