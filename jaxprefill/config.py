@@ -119,8 +119,8 @@ class ModelConfig:
         has_lm_head: whether there are logits of next tokens, or hidden rows only.
         quantization: the type of the layers' matrices where it is not that of everything else;
             each row of outputs has a scale then.
-        kernels: what experts, and DeepSeek-V4's choice of entries, run in; in the config of one
-            device's part.
+        kernels: what experts, and DeepSeek-V4's choice of entries and attention, run in; in the
+            config of one device's part.
         num_shards: devices that share the model, in the config of one's part; the sizes are then
             those of the part (`models.sharding.share_of`).
     """

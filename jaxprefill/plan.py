@@ -162,9 +162,9 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         context=context,
         is_used=path != "eager",
     )
-    needs = _attention_needs(config, model, device, dtype, has_max=max_contexts != (context,))
-    backend = select_backend(config.attention_backend, needs)
     share = _resolve_share(config, model, device)
+    needs = _attention_needs(config, share, device, dtype, has_max=max_contexts != (context,))
+    backend = select_backend(config.attention_backend, needs)
     max_running = _resolve_running(config, is_cpu=is_cpu)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
     slots = _resolve_slots(config, max_running)
@@ -218,15 +218,15 @@ def _resolve_kernels(
 
 
 def _attention_needs(
-    config: EngineConfig, model: ModelConfig, device: DeviceInfo, dtype: jnp.dtype, *, has_max: bool
+    config: EngineConfig, share: ModelConfig, device: DeviceInfo, dtype: jnp.dtype, *, has_max: bool
 ) -> AttentionNeeds:
     return AttentionNeeds(
         platform=device.platform,
         dtype=dtype.name,
         page_size=config.page_size,
-        head_dim=model.head_dim,
-        specs=attention_specs(model),
-        group=model.num_q_heads // model.num_kv_heads,
+        head_dim=share.head_dim,
+        specs=attention_specs(share),
+        group=share.num_q_heads // share.num_kv_heads,
         compute_capability=device.compute_capability,
         has_max_context=has_max,
     )

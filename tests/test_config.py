@@ -131,6 +131,15 @@ def test_gpu_defaults_fill_the_memory_fraction():
     assert 0.84 < found.num_pages * 16 * token / (140 * 2**30) < 0.86
 
 
+def test_an_attention_backend_must_take_one_device_s_part_of_the_heads():
+    device = replace(GPU, compute_capability="9.0", num_devices=8)
+    model = tiny_config(num_q_heads=8, head_dim=128)
+    options = {"attention_backend": "pallas_mosaic_gpu", "kv_cache_tokens": 4096}
+    assert plan(device, model, tensor_parallel_size=4, **options).backend.name in options.values()
+    with pytest.raises(KernelUnsupported, match="even number of query heads a KV head, not 1"):
+        plan(device, model, tensor_parallel_size=8, **options)
+
+
 def test_the_ladder_ends_at_chunked_prefill_size():
     assert plan(chunked_prefill_size=100).ladder.buckets == (16, 32, 64, 100)
     assert plan(prefill_buckets=(8, 32)).chunked_prefill_size == 32

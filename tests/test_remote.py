@@ -13,7 +13,16 @@ from jaxprefill.admission import Admission, Wants
 from jaxprefill.config import make_config
 from jaxprefill.errors import ConfigError, EngineUnavailable, RequestError
 from jaxprefill.remote.client import EngineProcess
-from jaxprefill.remote.messages import FROM_ENGINE, HEADER, TO_ENGINE, Ended, Submit, Updates, frame
+from jaxprefill.remote.messages import (
+    FROM_ENGINE,
+    HEADER,
+    TO_ENGINE,
+    Ended,
+    Stop,
+    Submit,
+    Updates,
+    frame,
+)
 from jaxprefill.remote.worker import Outbox, _inbox
 from jaxprefill.request import Request, SamplingParams
 from jaxprefill.tokenizer import Tokenizer
@@ -182,6 +191,17 @@ def test_a_process_ends_with_its_parent_whatever_that_had_not_read(monkeypatch):
         outbox.close()
         _inbox(theirs)
         assert ended.wait(60)
+
+
+def test_a_process_ends_with_a_parent_that_died_while_it_was_sending(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.sendall(frame(Stop())[:-1])
+        ours.close()
+        inbox = _inbox(theirs)
+        assert ended.wait(60) and inbox.empty()
 
 
 def test_an_engine_that_cannot_start_says_why(options):

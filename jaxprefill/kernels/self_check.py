@@ -194,9 +194,7 @@ def check_latent_attention(
     expected = jax.jit(_plain_latent_attention)(q, values, sinks, is_seen)
     for tiles in {choose_latent_tiles(count, num_heads, dtype) for count in (1, 8192)}:
         attend = partial(attend_latent, tile_q=tokens, tiles=tiles, interpret=interpret)
-        found = jax.jit(lambda *operands, run=attend: run(operands[0], keys, *operands[1:]))(
-            q, sinks, batch
-        )
+        found = jax.jit(lambda q, *others, run=attend: run(q, keys, *others))(q, sinks, batch)
         _compare("pallas_triton latent attention", found, expected, dtype)
 
 

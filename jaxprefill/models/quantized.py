@@ -17,6 +17,7 @@ _TOPS = {
     "float8_e4m3fn": (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0),
 }
 _COLUMNS = 1024  # are enough to choose a row's scale by
+_LEAST = np.finfo(np.float32).tiny
 _SENSITIVE = ("qkv", "down")
 
 
@@ -36,7 +37,8 @@ def quantize(
     """(values in `dtype`, scales): of some scales a row gets that with the least squared error."""
     name, rows = jnp.dtype(dtype).name, weight.astype(np.float32, copy=False)
     largest = np.abs(rows).max(axis=1)
-    largest = np.where(largest > 0, largest, 1).astype(np.float32)
+    # Rows of smaller numbers, whose scales might be zero, become zeros.
+    largest = np.where(largest >= _LEAST, largest, 1).astype(np.float32)
     tries = [largest / np.float32(top) for top in _TOPS[name]]
     some = rows[:, :: -(-rows.shape[1] // _COLUMNS)]
 

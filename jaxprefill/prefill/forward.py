@@ -93,7 +93,7 @@ class Body:
         self.is_stacked = False  # whether its leaves are those of `models.stacks`
         self.tree = tree
         self.layout = layout
-        self._is_on_gpu = not is_looped
+        self._waits_for_batch = not is_looped
         self.is_looped = is_looped and len(tree.layer_graphs) == 1
         each = (layer_specs(tree.config), tree.forms, layer_rotations(tree.config))
         self.kinds = tuple(itertools.starmap(LayerKind, zip(*each, strict=True)))
@@ -133,8 +133,8 @@ class Body:
     ) -> tuple[Pools, Shaped[Array, "tokens E"]]:
         """(pools, hidden) after the pass; both are donated. Rows past T keep their values."""
         model = self.tree.bind(leaves)
-        if self._is_on_gpu:
-            # XLA would launch what needs no batch while that is being copied: a graph of its own.
+        if self._waits_for_batch:
+            # Else XLA launches what needs no batch while that is being copied: a graph of its own.
             buffer, pools, hidden = lax.optimization_barrier((buffer, pools, hidden))
         inputs = unpack(buffer, self.layout)
         ids = resolve_ids(inputs.ids, last_tokens)

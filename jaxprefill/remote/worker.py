@@ -238,7 +238,10 @@ def _inbox(connection: socket.socket) -> Inbox:
     def read(stream: BinaryIO) -> None:
         with suppress(OSError):  # a parent that dies with updates unread resets the connection
             while len(header := stream.read(HEADER.size)) == HEADER.size:
-                found.put(TO_ENGINE.decode(stream.read(*HEADER.unpack(header))))
+                (size,) = HEADER.unpack(header)
+                if len(message := stream.read(size)) < size:
+                    break  # it died while it was sending
+                found.put(TO_ENGINE.decode(message))
         os._exit(0)  # the parent is gone: nobody wants what is being computed
 
     stream = connection.makefile("rb")

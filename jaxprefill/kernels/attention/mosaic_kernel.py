@@ -31,7 +31,7 @@ from jaxprefill.kernels.triton import Ref
 ROWS, KEYS, HEAD_DIM = 64, 128, 128  # query tokens a tile, keys a step
 _STAGES = 2
 _LOG2_E = math.log2(math.e)
-# Registers of a thread: what the products' sums leave, given to those who hold them.
+# Registers of a thread: those that multiply hold the sums, and get what the copying ones spare.
 _COMPUTE_REGISTERS, _COPY_REGISTERS = 232, 40
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _Sums: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]

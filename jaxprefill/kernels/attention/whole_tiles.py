@@ -103,9 +103,11 @@ def merge_parts(
         interpret: runs it on any device, slowly.
     """
     batch = batch._replace(num_tiles=batch.num_tiles.reshape(1))
+    # What the tile list has to spare covers the padding, with one more where T is not whole tiles.
+    num_programs = len(batch.tile_slot) + bool(len(out) % tile_q)
     call = pl.pallas_call(
         functools.partial(_merge_kernel, tile_q=tile_q),
-        grid=(len(batch.tile_slot), out.shape[1]),
+        grid=(num_programs, out.shape[1]),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={0: 0},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
@@ -130,7 +132,6 @@ def _merge_kernel(_: Ref, parts: Ref, batch: Any, out: Ref, *, tile_q: int) -> N
             moved = jnp.maximum(first + tile_q - num_tokens, 0)
             out[first + row, head, :] = parts[slot * tile_q + moved + row, head, :]
 
-    # What the tile list has to spare is enough for the padding tokens.
     last_slot = batch.q_lens.shape[0] - 1
     padding = batch.q_starts[last_slot] + batch.q_lens[last_slot] + spare * tile_q
 

@@ -46,12 +46,12 @@ def layer_tiles(sizes: LayerSizes, num_tokens: int, *, itemsize: int) -> LayerTi
     """The measured choice for these sizes, and weights whose numbers have `itemsize` bytes."""
     if num_tokens > MAX_TILED_TOKENS and not is_wide(sizes, num_tokens):
         return LayerTiles(None, None, None, None)
-    hidden_size, mlp_size, size = sizes.hidden_size, sizes.mlp_size, itemsize
+    hidden, mlp = sizes.hidden_size, sizes.mlp_size
     chosen = LayerTiles(
-        qkv=choose_head_tiles(num_tokens, sizes, itemsize=size),
-        output=choose_tiles(num_tokens, sizes.attended_size, hidden_size, itemsize=size),
-        gate_up=choose_gated_tiles(num_tokens, hidden_size, mlp_size, itemsize=size),
-        down=choose_tiles(num_tokens, mlp_size, hidden_size, itemsize=size),
+        qkv=choose_head_tiles(num_tokens, sizes, itemsize=itemsize),
+        output=choose_tiles(num_tokens, sizes.attended_size, hidden, itemsize=itemsize),
+        gate_up=choose_gated_tiles(num_tokens, hidden, mlp, itemsize=itemsize),
+        down=choose_tiles(num_tokens, mlp, hidden, itemsize=itemsize),
     )
     if num_tokens <= MAX_TILED_TOKENS:
         return chosen
