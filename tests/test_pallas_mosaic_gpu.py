@@ -9,7 +9,13 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxprefill.errors import KernelUnsupported
-from jaxprefill.kernels.attention import CAUSAL, AttentionNeeds, AttentionSpec, select_backend
+from jaxprefill.kernels.attention import (
+    CAUSAL,
+    AttentionNeeds,
+    AttentionSpec,
+    mosaic_kernel,
+    select_backend,
+)
 from jaxprefill.kernels.attention.api import NO_ROW
 from jaxprefill.kernels.attention.cases import AttentionCase, make_inputs
 from jaxprefill.kernels.attention.pallas_mosaic_gpu import PALLAS_MOSAIC_GPU
@@ -79,6 +85,7 @@ def test_it_lowers_for_hopper_without_a_gpu():
         num_tokens=2048, num_slots=16, max_context=4096,
     )  # fmt: skip
     inputs = make_inputs(case, PALLAS_MOSAIC_GPU)
+    assert inputs.tiles[:2] == (mosaic_kernel.ROWS, mosaic_kernel.KEYS)
     attend = PALLAS_MOSAIC_GPU.make(inputs.tiles, CAUSAL)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments(inputs, jnp.bfloat16)
@@ -124,6 +131,15 @@ def test_merge_parts_fills_in_the_rows_of_tiles_that_are_not_full_and_zeroes_pad
     arrays = (jnp.asarray(out), jnp.asarray(parts))
     merged = merge_parts(*arrays, inputs.batch, tile_q=16, interpret=True)
     np.testing.assert_array_equal(merged, want)
+
+
+def test_padding_that_is_no_whole_number_of_tiles_becomes_zero():
+    case = AttentionCase(name="odd", q_lens=(17, 3), kv_lens=(17, 3), num_tokens=47, num_slots=2)
+    inputs = make_inputs(case, PALLAS_TRITON)
+    out, parts = jnp.full(inputs.q.shape, jnp.nan), jnp.ones((2 * 16, *inputs.q.shape[1:]))
+    merged = merge_parts(out, parts, inputs.batch, tile_q=16, interpret=True)
+    np.testing.assert_array_equal(merged[16:20], 1)
+    np.testing.assert_array_equal(merged[20:], 0)
 
 
 @pytest.fixture
