@@ -248,8 +248,10 @@ def test_engines_of_a_group_fall_back_together_and_leave_together(engine, checkp
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(serve, range(2))) == [greedy(checkpoint, ids, 4) for ids in prompts]
     refused, voted = (dict(core.counters.fallbacks) for core in cores)
-    assert set(refused) == {FallbackReason.DISABLED}
-    assert voted == {FallbackReason.GROUP_VOTE: refused[FallbackReason.DISABLED]}
+    assert (set(refused), set(voted)) == ({FallbackReason.DISABLED}, {FallbackReason.GROUP_VOTE})
+    # Where the first rank happened to be idle, its ballot was in nobody's way.
+    apart = refused[FallbackReason.DISABLED] - voted[FallbackReason.GROUP_VOTE]
+    assert apart in (0, 1) and voted[FallbackReason.GROUP_VOTE] >= 2
 
 
 def test_a_step_that_fails_while_an_engine_leaves_ends_its_voting(engine, monkeypatch):
