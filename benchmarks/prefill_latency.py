@@ -115,19 +115,13 @@ def build(args: argparse.Namespace) -> "Rig":
     import jax.numpy as jnp
 
     from benchmarks.rig import MODELS, RigSizes, compile_paths, make_rig
-    from jaxprefill.kernels.attention import AttentionNeeds, select_backend
+    from jaxprefill.kernels.attention import select_backend
     from jaxprefill.kernels.device import describe_device
+    from jaxprefill.plan import attention_needs
 
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model, device = MODELS[args.shape], describe_device()
-    needs = AttentionNeeds(
-        platform=device.platform,
-        dtype=dtype.name,
-        page_size=args.page_size,
-        head_dim=model.head_dim,
-        group=model.num_q_heads // model.num_kv_heads,
-        compute_capability=device.compute_capability,
-    )
+    model = MODELS[args.shape]
+    needs = attention_needs(model, describe_device(), dtype, page_size=args.page_size)
     backend = select_backend(args.attention, needs)
     cases = [Case.parse(text) for text in args.cases.split(",")]
     sizes = RigSizes(

@@ -163,8 +163,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         is_used=path != "eager",
     )
     share = _resolve_share(config, model, device)
-    needs = _attention_needs(config, share, device, dtype, has_max=max_contexts != (context,))
-    backend = select_backend(config.attention_backend, needs)
+    backend = _resolve_backend(config, share, device, dtype, has_max=max_contexts != (context,))
     max_running = _resolve_running(config, is_cpu=is_cpu)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
     slots = _resolve_slots(config, max_running)
@@ -217,18 +216,32 @@ def _resolve_kernels(
     )
 
 
-def _attention_needs(
+def _resolve_backend(
     config: EngineConfig, share: ModelConfig, device: DeviceInfo, dtype: jnp.dtype, *, has_max: bool
+) -> AttentionBackend:
+    page = config.page_size
+    needs = attention_needs(share, device, dtype, page_size=page, has_max_context=has_max)
+    return select_backend(config.attention_backend, needs)
+
+
+def attention_needs(
+    share: ModelConfig,
+    device: DeviceInfo,
+    dtype: jnp.dtype,
+    *,
+    page_size: int,
+    has_max_context: bool = False,
 ) -> AttentionNeeds:
+    """What one device's part of a model asks of attention."""
     return AttentionNeeds(
         platform=device.platform,
         dtype=dtype.name,
-        page_size=config.page_size,
+        page_size=page_size,
         head_dim=share.head_dim,
         specs=attention_specs(share),
         group=share.num_q_heads // share.num_kv_heads,
         compute_capability=device.compute_capability,
-        has_max_context=has_max,
+        has_max_context=has_max_context,
     )
 
 

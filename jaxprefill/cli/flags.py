@@ -50,16 +50,18 @@ def engine_config_of(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: a value is out of range.
     """
-    given = vars(args)
-    names = [item.name for item, _ in engine_options() if item.name not in _NO_FLAG]
-    return make_config(**{name: given[name] for name in names if name in given})
+    return make_config(**_given(args))
 
 
 def given_flags(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> list[str]:
     """The flags of engine options that were given, but some."""
-    given = vars(args)
+    return [flag_name(name) for name in _given(args) if name not in leave_out]
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    values = vars(args)
     names = [item.name for item, _ in engine_options() if item.name not in _NO_FLAG]
-    return [flag_name(name) for name in names if name in given and name not in leave_out]
+    return {name: values[name] for name in names if name in values}
 
 
 def flag_name(field_name: str) -> str:

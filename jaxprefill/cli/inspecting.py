@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxprefill.cli.flags import engine_config_of, given_flags
-from jaxprefill.cli.streams import emit, emit_json, note
+from jaxprefill.cli.streams import emit, emit_json, note, note_error
 from jaxprefill.cli.tables import emit_table
 from jaxprefill.errors import ConfigError, InspectionError, JaxPrefillError, RequestError
 from jaxprefill.inspection import text
@@ -83,7 +83,7 @@ def _summaries(source: Source, args: argparse.Namespace) -> tuple[list[Summary],
         try:
             found.append(summarise(analysed(source, name, repeats=args.measure)))
         except InspectionError as error:
-            note(f"jaxprefill: error: {error}")
+            note_error(error)
     return found, len(names) - len(found)
 
 
@@ -143,7 +143,7 @@ def _diff(args: argparse.Namespace) -> int:
     try:
         return _told_diff(args)
     except JaxPrefillError as error:  # whatever it is, it does not mean that they differ
-        note(f"jaxprefill: error: {error}")
+        note_error(error)
         return UNTOLD
 
 
@@ -154,7 +154,7 @@ def _told_diff(args: argparse.Namespace) -> int:
         try:
             found.append(compare(analyse(one), analyse(other)))
         except InspectionError as error:
-            note(f"jaxprefill: error: {error}")
+            note_error(error)
     for each in found:
         if args.json:
             emit_json(each.as_dict())

@@ -13,7 +13,14 @@ from typing import NoReturn
 
 from jaxprefill import __version__
 from jaxprefill.cli.command import Command
-from jaxprefill.cli.streams import discard_stdout, emit, logging_to_stderr, note, prepare_streams
+from jaxprefill.cli.streams import (
+    discard_stdout,
+    emit,
+    logging_to_stderr,
+    note,
+    note_error,
+    prepare_streams,
+)
 from jaxprefill.errors import ConfigError, JaxPrefillError, RequestError
 
 COMMANDS = (
@@ -111,5 +118,5 @@ def _interrupt(number: int, _: object) -> NoReturn:
 
 
 def _fail(error: JaxPrefillError, status: int) -> int:
-    note(f"jaxprefill: error: {error}")
+    note_error(error)
     return status

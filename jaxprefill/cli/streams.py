@@ -55,6 +55,11 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def note_error(error: JaxPrefillError) -> None:
+    """Writes it to stderr as every command does."""
+    note(f"jaxprefill: error: {error}")
+
+
 def discard_stdout() -> None:
     """Lets the interpreter's own flush at exit succeed after stdout has failed."""
     try:

@@ -1,5 +1,6 @@
-"""What Pallas/Triton kernels have in common."""
+"""What Pallas kernels have in common."""
 
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float32, Shaped
 
 Ref = Any  # a Pallas reference: [index] loads and stores; jax has no public type for it
 MIN_DOT = 16  # smallest side of a Triton dot
+LOG2_E = math.log2(math.e)
 
 
 def dot(

@@ -14,7 +14,6 @@ requests begin anywhere. The schedule is that of FlashAttention-3 (Shah et al., 
 
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +25,10 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxprefill.compat import load_fragments, store_fragments
 from jaxprefill.kernels.attention.api import RaggedBatch
-from jaxprefill.kernels.triton import Ref
+from jaxprefill.kernels.attention.pallas_mosaic_gpu import HEAD_DIM, KEYS, ROWS
+from jaxprefill.kernels.triton import LOG2_E, Ref
 
-ROWS, KEYS, HEAD_DIM = 64, 128, 128  # query tokens a tile, keys a step
 _STAGES = 2
-_LOG2_E = math.log2(math.e)
 # Registers of a thread: those that multiply hold the sums, and get what the copying ones spare.
 _COMPUTE_REGISTERS, _COPY_REGISTERS = 232, 40
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -313,7 +311,7 @@ def _attend_block(
     plgpu.barrier_wait(shared.keys_full.at[stage])
     scores = pl.run_scoped(multiply, _Sums((ROWS, KEYS), jnp.float32))
     plgpu.barrier_arrive(shared.keys_free.at[stage])
-    scores *= jnp.float32(_LOG2_E * HEAD_DIM**-0.5)
+    scores *= jnp.float32(LOG2_E * HEAD_DIM**-0.5)
     if is_masked:
         scores = jnp.where(_is_seen(tile, block), scores, -jnp.inf)
     top = jnp.maximum(state.top, scores.max(axis=1))

@@ -24,36 +24,33 @@ from jaxprefill.kernels.attention.whole_tiles import merge_parts, write_pool
 # 8192 tokens 228.3 -> 224.5 ms, 2048 51.1 -> 49.9; but of 16 requests 48.3 -> 49.3: so this backend
 # is taken by name alone.
 _LEAST_TOKENS = 2048
-_ROWS, _KEYS, _HEAD_DIM = 64, 128, 128  # as `mosaic_kernel` has them
+ROWS, KEYS, HEAD_DIM = 64, 128, 128  # query tokens a tile, keys a step
 
 
 def _tile_shape(
     num_tokens: int, num_slots: int, max_context: int, *, page_size: int, is_decode: bool
 ) -> TileShape:
-    if is_decode or num_tokens < _LEAST_TOKENS:
-        return PALLAS_TRITON.tile_shape(
-            num_tokens, num_slots, max_context, page_size=page_size, is_decode=is_decode
-        )
-    return TileShape(
-        tile_q=_ROWS,
-        block_k=_KEYS,
-        num_tiles=tile_capacity(num_tokens, num_slots, _ROWS),
-        pages_per_slot=-(-max_context // page_size),
+    shape = PALLAS_TRITON.tile_shape(
+        num_tokens, num_slots, max_context, page_size=page_size, is_decode=is_decode
     )
+    if is_decode or num_tokens < _LEAST_TOKENS:
+        return shape
+    num_tiles = tile_capacity(num_tokens, num_slots, ROWS)
+    return shape._replace(tile_q=ROWS, block_k=KEYS, num_tiles=num_tiles)
 
 
 def make_attend(shape: TileShape, spec: AttentionSpec = CAUSAL) -> Attend:
     """Attention of one compiled shape: the tiles tell which kernel."""
-    if shape.block_k != _KEYS:
+    if shape.block_k != KEYS:
         return pallas_triton.make_attend(shape, spec)
 
     # Half a second of imports that only Hopper needs.
     kernel = import_module("jaxprefill.kernels.attention.mosaic_kernel")
 
     def write_and_attend(q, k, v, pool, batch, first_page, sinks=None):  # pyright: ignore
-        pool = write_pool(pool, k, v, batch, first_page, tile_q=_ROWS)
+        pool = write_pool(pool, k, v, batch, first_page, tile_q=ROWS)
         out, parts = kernel.attend_to_pool(q, pool, batch, first_page)
-        return merge_parts(out, parts, batch, tile_q=_ROWS), pool
+        return merge_parts(out, parts, batch, tile_q=ROWS), pool
 
     return write_and_attend
 
@@ -64,9 +61,9 @@ PALLAS_MOSAIC_GPU = AttentionBackend(
         platforms=frozenset({"gpu"}),
         compute_capabilities=frozenset({"9.0"}),
         dtypes=frozenset({"bfloat16"}),
-        max_page_size=_KEYS,
+        max_page_size=KEYS,
         page_sizes=frozenset({8, 16, 32, 64, 128}),
-        head_dims=frozenset({_HEAD_DIM}),
+        head_dims=frozenset({HEAD_DIM}),
         has_max_context=True,
     ),
     tile_shape=_tile_shape,

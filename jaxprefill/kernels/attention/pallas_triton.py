@@ -35,12 +35,11 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 from jaxprefill.kernels.attention.api import Attend, AttentionBackend, RaggedBatch
 from jaxprefill.kernels.attention.capabilities import CAUSAL, AttentionSpec, Capabilities
 from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, tile_capacity
-from jaxprefill.kernels.triton import MIN_DOT, Ref, dot, power_of_two
+from jaxprefill.kernels.triton import LOG2_E, MIN_DOT, Ref, dot, power_of_two
 
 _MASKED = -1e30
 # Running maxima start above what masks a key: where none is visible yet, weights are zero.
 _LOWEST, _LEAST_SUM = -1e20, 1e-30
-_LOG2_E = 1.4426950408889634
 _MAX_BLOCK_BYTES = 32768  # of keys: three blocks of keys and values fit in shared memory
 _WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 _MAX_SPLITS = 16
@@ -89,7 +88,7 @@ class _Sizes(NamedTuple):
     def scale(self) -> float:
         """Of scores as `_online_softmax` holds them; exponents are base 2."""
         cap = self.spec.soft_cap
-        return (self.score_scale if cap is None else cap) * _LOG2_E
+        return (self.score_scale if cap is None else cap) * LOG2_E
 
 
 class _Separate(NamedTuple):
@@ -367,20 +366,30 @@ def _read_tile(batch: Any, index: Int32[Array, ""], sizes: _Sizes) -> _Tile:
 
 
 def _write_kv(refs: _Refs, tile: _Tile, head: Int32[Array, ""], sizes: _Sizes) -> None:
-    """The tile's new K and V into their pool rows.
-
-    Leading tokens may have no row, as their KV is shared: they write what the last token writes,
-    and where that has none the tile writes nothing.
-    """
+    """The tile's new K and V into their pool rows, if its last token has one."""
     last = tile.first + tile.end - 1
 
     @pl.when(refs.batch.kv_rows[last] != NO_ROW)
     def _() -> None:
-        token = tile.first + _last_live(tile, _iota(sizes.tile_q))
-        token = jnp.where(refs.batch.kv_rows[token] == NO_ROW, last, token)
+        token = written_tokens(refs.batch, tile.first, tile.start, last, sizes.tile_q)
         row = refs.batch.kv_rows[token] + refs.first_page[0] * sizes.page_size
         refs.pool[0, head, row, :] = refs.new.keys(token, head, sizes).astype(refs.pool.dtype)
         refs.pool[1, head, row, :] = refs.new.values(token, head, sizes).astype(refs.pool.dtype)
+
+
+def written_tokens(
+    batch: Any,
+    first: Int32[Array, ""],
+    start: Int32[Array, ""],
+    last: Int32[Array, ""],
+    tile_q: int,
+) -> Int32[Array, " n"]:
+    """Whose K and V each row of a tile writes: its token's, or the `last` one's.
+
+    That is for rows past the end, and for leading tokens without a pool row, whose KV is shared.
+    """
+    token = jnp.minimum(first + start + _iota(tile_q), last)
+    return jnp.where(batch.kv_rows[token] == NO_ROW, last, token)
 
 
 def _last_live(tile: _Tile, offset: Int32[Array, " n"]) -> Int32[Array, " n"]:
@@ -467,7 +476,7 @@ def _nothing_seen(
     acc = jnp.zeros((sizes.num_rows, sizes.dim), jnp.float32)
     if refs.sinks is None:
         return zeros + _LOWEST, zeros, acc
-    sinks = refs.sinks[heads].astype(jnp.float32) * (_LOG2_E / sizes.scale)
+    sinks = refs.sinks[heads].astype(jnp.float32) * (LOG2_E / sizes.scale)
     total = zeros + (split == 0).astype(jnp.float32)
     return jnp.where(total > 0, jnp.maximum(sinks, _LOWEST), _LOWEST), total, acc
 

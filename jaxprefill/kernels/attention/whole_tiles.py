@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.kernels.attention.api import RaggedBatch
+from jaxprefill.kernels.attention.pallas_triton import written_tokens
 from jaxprefill.kernels.attention.tiles import NO_ROW
 from jaxprefill.kernels.triton import Ref
 
@@ -68,9 +69,7 @@ def _write_kernel(
 
         @pl.when(batch.kv_rows[last] != NO_ROW)
         def _() -> None:
-            # Past the end, and where a token has no row, the last token is written again.
-            token = first + jnp.minimum(start + _iota(tile_q), end - 1)
-            token = jnp.where(batch.kv_rows[token] == NO_ROW, last, token)
+            token = written_tokens(batch, first, start, last, tile_q)
             row = batch.kv_rows[token] + first_row
             for part, new in enumerate((k, v)):
                 pool[part, head, row, :] = new[token, head, :].astype(pool.dtype)
@@ -80,7 +79,7 @@ def _write_kernel(
             @pl.when((end == q_len) & (left > 0))
             def _() -> None:
                 row = batch.kv_rows[last] + first_row
-                row += jnp.minimum(1 + _iota(page_size), left)
+                row += jnp.minimum(1 + lax.iota(jnp.int32, page_size), left)
                 pool[1, head, row, :] = jnp.zeros((page_size, pool.shape[-1]), pool.dtype)
 
 
@@ -104,10 +103,10 @@ def merge_parts(
     """
     batch = batch._replace(num_tiles=batch.num_tiles.reshape(1))
     # What the tile list has to spare covers the padding, with one more where T is not whole tiles.
-    num_programs = len(batch.tile_slot) + bool(len(out) % tile_q)
+    height = len(batch.tile_slot) + bool(len(out) % tile_q)
     call = pl.pallas_call(
         functools.partial(_merge_kernel, tile_q=tile_q),
-        grid=(num_programs, out.shape[1]),
+        grid=(height, out.shape[1]),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={0: 0},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
@@ -128,7 +127,10 @@ def _merge_kernel(_: Ref, parts: Ref, batch: Any, out: Ref, *, tile_q: int) -> N
 
         @pl.when(num_rows < tile_q)
         def _() -> None:
-            row, first = jnp.minimum(_iota(tile_q), num_rows - 1), batch.q_starts[slot] + start
+            row, first = (
+                jnp.minimum(lax.iota(jnp.int32, tile_q), num_rows - 1),
+                batch.q_starts[slot] + start,
+            )
             moved = jnp.maximum(first + tile_q - num_tokens, 0)
             out[first + row, head, :] = parts[slot * tile_q + moved + row, head, :]
 
@@ -137,9 +139,5 @@ def _merge_kernel(_: Ref, parts: Ref, batch: Any, out: Ref, *, tile_q: int) -> N
 
     @pl.when((spare >= 0) & (padding < num_tokens))
     def _() -> None:
-        row = jnp.minimum(padding + _iota(tile_q), num_tokens - 1)
+        row = jnp.minimum(padding + lax.iota(jnp.int32, tile_q), num_tokens - 1)
         out[row, head, :] = jnp.zeros((tile_q, out.shape[-1]), out.dtype)
-
-
-def _iota(length: int) -> Int32[Array, " length"]:
-    return lax.broadcasted_iota(jnp.int32, (length,), 0)

@@ -71,7 +71,7 @@ def rank_by_expert(
 ) -> tuple[Int32[Array, " n"], Int32[Array, " X"]]:
     """(how many choices before each are of its expert, how many each expert has in all).
 
-    Counted, within groups of choices and over groups: a sort would break a GPU's graph. Experts
+    Counted, within groups of choices and over groups: fewer launches than a sort takes. Experts
     from `num_experts` on are none, and their ranks mean nothing.
     """
     padded = jnp.pad(expert, (0, -len(expert) % _GROUP), constant_values=num_experts)

@@ -22,10 +22,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from jaxprefill.kernels.attention import RaggedBatch
 from jaxprefill.kernels.top_k import EntryPages
-from jaxprefill.kernels.triton import MIN_DOT, Ref, dot, power_of_two
+from jaxprefill.kernels.triton import LOG2_E, MIN_DOT, Ref, dot, power_of_two
 
 _MASKED = -1e30
-_LOG2_E = 1.4426950408889634
 _WANTED_PROGRAMS = 132  # one for each of an H200's multiprocessors
 # Largest score so far, sum of weights, weighted sum of values.
 Carry = tuple[Float32[Array, " h"], Float32[Array, " h"], Float32[Array, "h D"]]
@@ -204,7 +203,7 @@ def _attend(operands: Any, out: Ref, token: _Token, first: Int32[Array, ""], siz
     """The heads from `first` on of one token."""
     heads = jnp.minimum(first + lax.iota(jnp.int32, sizes.tiles.heads), sizes.num_heads - 1)
     q = operands.q[token.row, heads, :]
-    top = operands.sinks[heads] * _LOG2_E
+    top = operands.sinks[heads] * LOG2_E
     carry = (top, jnp.ones_like(top), jnp.zeros((sizes.tiles.heads, sizes.dim), jnp.float32))
 
     def in_window(block: Int32[Array, ""]) -> tuple[Int32[Array, " k"], Bool[Array, " k"]]:
@@ -270,7 +269,7 @@ def _fold(
         (top, total, value), (rows, is_seen) = carry
         latents = keys[rows, :]
         ahead = locate(block + 1)
-        scores = dot(q, latents, trans_b=True) * _LOG2_E
+        scores = dot(q, latents, trans_b=True) * LOG2_E
         scores = jnp.where(jnp.broadcast_to(is_seen[None], scores.shape), scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(1))
         weights, rescale = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
