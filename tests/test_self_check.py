@@ -71,7 +71,7 @@ def test_wrong_experts_are_named(monkeypatch):
 def test_wrong_latent_attention_is_named(monkeypatch):
     check = partial(self_check.check_latent_attention, num_heads=2, dim=16, interpret=True)
     check(jnp.dtype("bfloat16"))
-    monkeypatch.setattr(latent, "_LOG2_E", 1.45)
+    monkeypatch.setattr(latent, "LOG2_E", 1.45)
     with pytest.raises(KernelError, match=r"pallas_triton latent attention.*float32.*within"):
         check(FLOAT32)
 
