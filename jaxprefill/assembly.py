@@ -61,7 +61,7 @@ class Assembly:
     def of(cls, plan: EnginePlan, *, num_valid: int) -> "Assembly":
         """Over the devices and with the kernels that the plan names."""
         mesh = make_mesh(plan.config.tensor_parallel_size)
-        tree = model_tree(plan.model, plan.dtype, mesh, kernels=plan.kernels)
+        tree = model_tree(plan.model, plan.dtype, mesh, kernels=plan.share.kernels)
         return cls(plan, tree, mesh, num_valid=num_valid)
 
     def jobs(self) -> list[CompileJob]:
@@ -225,9 +225,7 @@ class Assembly:
         """Whether passes shall take stacked weights: views can be had, and there is room."""
         plan = self.plan
         dtype, platform = plan.dtype.name, plan.device.platform
-        if self.mesh.size > 1 or not uses_fused_layers(
-            plan.model, plan.backend, platform=platform, dtype=dtype
-        ):
+        if not uses_fused_layers(plan.share, plan.backend, platform=platform, dtype=dtype):
             return False
         budget = plan.device.memory_bytes * plan.config.memory_fraction
         is_small = weight_bytes(self.tree) + largest_stack_bytes(self.tree) <= budget

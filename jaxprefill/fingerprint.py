@@ -30,7 +30,7 @@ def engine_facts(plan: EnginePlan, *, num_valid: int) -> dict[str, Any]:
         "model": asdict(plan.model),
         "dtype": plan.dtype.name,
         "attention": plan.backend.name,
-        "kernels": plan.kernels,
+        "kernels": plan.share.kernels,
         "page_size": plan.config.page_size,
         "num_valid": num_valid,
         "mesh": {"model": plan.config.tensor_parallel_size},

@@ -51,7 +51,7 @@ class EnginePlan:
         sample_rows, score_rows: row counts of the LM head; none where the model lacks it.
         pool_rows: row count of what makes embeddings and reads the classifier.
         ladder_origin: where the buckets come from, where neither the user nor the default says.
-        kernels: what experts run in (see `ModelConfig`).
+        share: one device's part of the model, with what its experts run in.
         path: what prefill executables are: `config.prefill_backend`, or chosen.
         path_why: why, where the user left it open.
         cache_spec: what one device keeps per token.
@@ -61,6 +61,7 @@ class EnginePlan:
 
     config: EngineConfig
     model: ModelConfig
+    share: ModelConfig
     device: DeviceInfo
     dtype: jnp.dtype
     backend: AttentionBackend
@@ -77,7 +78,6 @@ class EnginePlan:
     score_rows: tuple[int, ...]
     pool_rows: int
     path: PrefillPath
-    kernels: KernelKind = "xla"
     ladder_origin: str = ""
     path_why: str = ""
 
@@ -101,7 +101,7 @@ class EnginePlan:
 
     def describe(self) -> str:
         """One line: device, attention, and the shapes that are built."""
-        experts = "" if self.model.moe is None else f", experts {self.kernels}"
+        experts = "" if self.model.moe is None else f", experts {self.share.kernels}"
         origin = f" ({self.ladder_origin})" if self.ladder_origin else ""
         return (
             f"{self.device.platform}, {self.dtype.name}, attention {self.backend.name}{experts}; "
@@ -163,6 +163,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         is_used=path != "eager",
     )
     share = _resolve_share(config, model, device)
+    share = replace(share, kernels=_resolve_kernels(config, share, device, dtype))
     backend = _resolve_backend(config, share, device, dtype, has_max=max_contexts != (context,))
     max_running = _resolve_running(config, is_cpu=is_cpu)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
@@ -174,6 +175,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     return EnginePlan(
         config=config,
         model=model,
+        share=share,
         device=device,
         dtype=dtype,
         backend=backend,
@@ -190,7 +192,6 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         score_rows=() if not row_counts else (16, 128) if is_cpu else (16, 256),
         pool_rows=min(max_running, 16),
         path=path,
-        kernels=_resolve_kernels(config, share, device, dtype),
         path_why=why,
     )
 

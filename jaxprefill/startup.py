@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from jaxprefill.compat import no_compilation_cache, use_compilation_cache
 from jaxprefill.core import EngineCore
 from jaxprefill.fingerprint import engine_facts
 from jaxprefill.kernels.attention.xla import XLA
-from jaxprefill.kernels.latent_attention import lacks_attend_latent
 from jaxprefill.kernels.self_check import (
     check_attention,
     check_choice,
@@ -24,6 +22,7 @@ from jaxprefill.kernels.self_check import (
     check_products,
 )
 from jaxprefill.models.decoder import attention_specs
+from jaxprefill.models.deepseek_v4.layer import choose_core
 from jaxprefill.models.quantized import kind_of
 from jaxprefill.models.tree import Leaves
 from jaxprefill.plan import EnginePlan
@@ -42,6 +41,7 @@ from jaxprefill.prefill.library import Library, open_library
 from jaxprefill.prefill.program import OperandsLostError
 from jaxprefill.prefill.transport import Transport
 from jaxprefill.processes import check_agreement
+from jaxprefill.threads import thread_pool
 from jaxprefill.warming import warm_up
 from jaxprefill.weights.checkpoint import Checkpoint
 from jaxprefill.weights.load import check_names, check_shapes, load_leaves
@@ -119,7 +119,7 @@ def start(
     assembly = prepare(checkpoint, plan)
     facts = engine_facts(plan, num_valid=assembly.num_valid)
     library = _open_library(plan, facts)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as loader:
+    with thread_pool(1, "weights") as loader:
         loading = loader.submit(load_leaves, checkpoint, assembly.tree)
         compiled = obtain(assembly, library, assembly.jobs(), on_compiled=on_compiled)
         compiled_at = time.perf_counter()
@@ -216,7 +216,7 @@ def check_kernels(plan: EnginePlan) -> None:
     Raises:
         KernelError: one of them computes wrong numbers on this device.
     """
-    model = plan.model
+    model = plan.share
     heads = (model.num_q_heads, model.num_kv_heads, model.head_dim)
     for spec in attention_specs(model) if plan.backend is not XLA else ():
         check_attention(
@@ -230,12 +230,11 @@ def check_kernels(plan: EnginePlan) -> None:
         kind = model.quantization  # beside float8 there is int8
         for own in {kind and kind_of(matrix, kind) for matrix in ("qkv", "gate_up")}:
             check_products(plan.dtype, quantization=own)
-    if plan.kernels == "pallas_triton":
+    if model.kernels == "pallas_triton":
         check_experts(plan.dtype)
-        if model.latent is not None and lacks_attend_latent(model.head_dim) is None:
+        if model.latent is not None and choose_core(model) == "pallas_triton":
             check_choice(plan.dtype)
-            num_heads = model.num_q_heads // plan.config.tensor_parallel_size
-            check_latent_attention(plan.dtype, num_heads=num_heads, dim=model.head_dim)
+            check_latent_attention(plan.dtype, num_heads=model.num_q_heads, dim=model.head_dim)
 
 
 def _identity(plan: EnginePlan) -> str:

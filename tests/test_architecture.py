@@ -22,7 +22,7 @@ TOP_LEVEL = {
 
 # Layers from the bottom up; a module may import its own layer and those below.
 LAYERS = [
-    ["errors", "integers", "grammar", "options", "logs"],
+    ["errors", "integers", "grammar", "options", "logs", "threads"],
     ["config", "latent_config", "moe_config", "request", "counters"],
     ["batch", "chat_template", "tokenizer", "updates", "constraints"],
     ["kernels", "compat", "processes", "store"],
@@ -55,6 +55,7 @@ HOST_ONLY = [
     "integers",
     "logs",
     "options",
+    "threads",
     "config",
     "latent_config",
     "moe_config",

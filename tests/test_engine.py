@@ -1,6 +1,7 @@
 """The engine against the float64 oracle: whole, chunked, batched, mixed, padded."""
 
 import gc
+import hashlib
 import json
 import signal
 import threading
@@ -10,10 +11,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxprefill import SamplingParams
+from jaxprefill import SamplingParams, startup
 from jaxprefill.admission import Wants
+from jaxprefill.config import EngineConfig
 from jaxprefill.errors import JaxPrefillError, RequestError
+from jaxprefill.kernels.device import describe_device
+from jaxprefill.plan import make_plan
 from jaxprefill.step import PendingStep
+from jaxprefill.weights.convert import convert
+from jaxprefill.weights.locate import open_checkpoint
 from tests.reference import greedy, prompt_logprobs, reference_logits
 from tests.tiny import TinyCheckpoint, tiny_engine
 
@@ -347,6 +353,27 @@ def interrupts_are_raised():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_are_raised")
+def test_an_interrupt_does_not_wait_for_a_checkpoints_hashes(checkpoint, tmp_path, monkeypatch):
+    convert(checkpoint, tmp_path / "tiny")
+    held, is_over, waited = open_checkpoint(str(tmp_path / "tiny")), threading.Event(), []
+    threads = iter([threading.main_thread().ident])
+
+    def digest(*_):
+        for one in threads:  # the first file alone
+            signal.pthread_kill(one, signal.SIGINT)
+        waited.append(is_over.wait(15))
+        return hashlib.sha256()
+
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    monkeypatch.setattr(startup, "obtain", lambda *_, **__: {})
+    plan = make_plan(EngineConfig(store=False), held.config, describe_device())
+    with pytest.raises(KeyboardInterrupt):
+        startup.start(held, plan, on_compiled=lambda *_: None)
+    assert not waited
+    is_over.set()
 
 
 @pytest.mark.usefixtures("interrupts_are_raised")

@@ -6,14 +6,20 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
+from jaxprefill import startup
+from jaxprefill.config import EngineConfig
 from jaxprefill.errors import KernelError
 from jaxprefill.kernels import self_check
 from jaxprefill.kernels.attention.capabilities import AttentionSpec
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import gemm
+from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.kernels.experts import pallas_triton
 from jaxprefill.kernels.latent_attention import pallas_triton as latent
 from jaxprefill.kernels.top_k import pallas_triton as top_k
+from jaxprefill.plan import make_plan
+from tests.test_choose_entries import flash_config
+from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 FLOAT32 = jnp.dtype("float32")
@@ -87,3 +93,40 @@ def test_no_number_at_all_is_an_error():
     nan = jnp.full(3, jnp.nan)
     with pytest.raises(KernelError, match="got nan"):
         self_check._compare("x", nan, jnp.ones(3), FLOAT32)
+
+
+FUSIBLE = tiny_config(
+    hidden_size=64, mlp_size=128, num_q_heads=4, num_kv_heads=2, head_dim=32, has_qk_norm=True
+)
+LATENT = replace(flash_config(4096), mlp_size=512)
+CHEAP_INDEX = replace(LATENT, latent=replace(LATENT.latent, index_heads=4))
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "checked", "sizes"),
+    [
+        (FUSIBLE, 1, {"attention", "products"}, {"heads": (4, 2, 32)}),
+        (FUSIBLE, 2, {"attention"}, {"heads": (2, 1, 32)}),
+        (LATENT, 2, {"experts", "choice", "latent_attention"}, {"num_heads": 32, "dim": 512}),
+        (CHEAP_INDEX, 2, {"experts"}, {}),  # the core of its layers is no kernel
+    ],
+    ids=["fused", "shared_out", "latent", "latent_in_plain_jax"],
+)
+def test_what_one_device_runs_is_checked_at_its_sizes(
+    monkeypatch, model, num_devices, checked, sizes
+):
+    found, told = set(), {}
+    for name in ("attention", "products", "experts", "choice", "latent_attention"):
+
+        def check(*_, name=name, **given):
+            found.add(name)
+            told.update(given)
+
+        monkeypatch.setattr(startup, f"check_{name}", check)
+    device = DeviceInfo(
+        platform="gpu", kind="NVIDIA H200", memory_bytes=2**40, has_bf16_matmul=True,
+        num_devices=num_devices, compute_capability="9.0",
+    )  # fmt: skip
+    options = EngineConfig(tensor_parallel_size=num_devices, kv_cache_tokens=4096)
+    startup.check_kernels(make_plan(options, model, device))
+    assert found == checked and sizes.items() <= told.items()

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
@@ -22,6 +21,7 @@ from jaxprefill.compat import read_arguments
 from jaxprefill.errors import CompileError
 from jaxprefill.models.sharding import EVERYWHERE, per_device, spec_of
 from jaxprefill.prefill.program import Launch, LoadedProgram, Outputs, launch
+from jaxprefill.threads import thread_pool
 
 # Level 1 takes a third off compile time on the CPU at the same speed or better: matrix products
 # are library calls either way.
@@ -289,24 +289,19 @@ def compile_all(
     tasks += [[partial(_obtain, job, options, keeper) for job in own] for own in _chains(jobs)]
     done: dict[str, Compiled] = {}
     found, is_over = SimpleQueue[Compiled | BaseException | None](), threading.Event()
-    pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="compile")
-    is_interrupted = False
-    try:
-        for chain in tasks:
-            pool.submit(_follow, chain, found, is_over)
-        for _ in range(sum(map(len, tasks))):
-            result = found.get()
-            if isinstance(result, BaseException):
-                raise result
-            if result is not None:
-                done[result.record.name] = result
-                on_done(result.record)
-    except KeyboardInterrupt:
-        is_interrupted = True  # XLA cannot be stopped; do not wait for it
-        raise
-    finally:
-        is_over.set()
-        pool.shutdown(wait=not is_interrupted, cancel_futures=True)
+    with thread_pool(num_threads, "compile") as pool:
+        try:
+            for chain in tasks:
+                pool.submit(_follow, chain, found, is_over)
+            for _ in range(sum(map(len, tasks))):
+                result = found.get()
+                if isinstance(result, BaseException):
+                    raise result
+                if result is not None:
+                    done[result.record.name] = result
+                    on_done(result.record)
+        finally:
+            is_over.set()
     return done
 
 

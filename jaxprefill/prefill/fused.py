@@ -8,8 +8,6 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.kernels.attention import AttentionBackend
-from jaxprefill.kernels.attention.pallas_mosaic_gpu import PALLAS_MOSAIC_GPU
-from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.decoder_layer import (
     LayerStream,
     finish_stream,
@@ -53,8 +51,7 @@ def uses_fused_layers(
     config: ModelConfig, backend: AttentionBackend, *, platform: str, dtype: str
 ) -> bool:
     """Whether `make_body` fuses the layers of this model's smaller shapes."""
-    takes_heads = backend is PALLAS_TRITON or backend is PALLAS_MOSAIC_GPU
-    return takes_heads and lacks_fusion(config, platform=platform, dtype=dtype) is None
+    return backend.is_fusible and lacks_fusion(config, platform=platform, dtype=dtype) is None
 
 
 class FusedBody(Body):

@@ -8,7 +8,6 @@ checkpoints/NAME/manifest.json     every other file with its size and SHA-256; e
 
 import hashlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.errors import CheckpointError, ConfigError, listed
+from jaxprefill.threads import thread_pool
 from jaxprefill.tokenizer import Tokenizer, TokenizerParts
 
 MANIFEST, WEIGHTS = "manifest.json", "weights"
@@ -193,5 +193,5 @@ def _hashed(path: Path) -> HashedFile:
 
 
 def _in_threads(function: Any, names: list[str]) -> list[Any]:
-    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
+    with thread_pool() as pool:  # hashing releases the GIL
         return list(pool.map(function, names))

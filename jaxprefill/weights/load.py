@@ -1,7 +1,6 @@
 """Checkpoint tensors -> the model's leaves on the device. Names must match exactly."""
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from jaxprefill.models.quantized import SCALE, quantize
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import place
 from jaxprefill.models.tree import Leaves, ModelTree
+from jaxprefill.threads import thread_pool
 from jaxprefill.weights.checkpoint import Checkpoint, LeafCheckpoint
 
 
@@ -41,7 +41,7 @@ def load_leaves(checkpoint: Checkpoint, tree: ModelTree) -> Leaves:
         }
 
     whole = {path: shape for path, shape in shapes.items() if not is_shared_by_rows(path)}
-    with ThreadPoolExecutor(max_workers=2) as pool:  # reading and dequantising release the GIL
+    with thread_pool(2) as pool:  # reading and dequantising release the GIL
         found = dict[str, Shaped[Array, "..."]]()
         if isinstance(checkpoint, LeafCheckpoint):
             found = pool.submit(checkpoint.restore, whole).result()
@@ -65,7 +65,7 @@ def read_leaves(checkpoint: Checkpoint, tree: ModelTree) -> dict[str, Shaped[np.
         return _stored(path, _read_leaf(checkpoint, sources[path]), shapes)
 
     found = dict[str, Shaped[np.ndarray, "..."]]()
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with thread_pool(2) as pool:
         for leaves in pool.map(read, sources):
             found |= leaves
     return found

@@ -73,12 +73,17 @@ class ChooseTiles(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBackend:
-    """A named implementation. `make` closes over static sizes, a fresh function per shape."""
+    """A named implementation. `make` closes over static sizes, a fresh function per shape.
+
+    Attributes:
+        is_fusible: the shapes of fused layers are tiled as their own attention takes them.
+    """
 
     name: str
     capabilities: Capabilities
     tile_shape: ChooseTiles
     make: Callable[[TileShape, AttentionSpec], Attend]
+    is_fusible: bool = False
 
     def lacks(self, needs: AttentionNeeds) -> str | None:
         """The first need that is not met, in words, or None."""

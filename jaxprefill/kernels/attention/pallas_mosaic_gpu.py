@@ -68,4 +68,5 @@ PALLAS_MOSAIC_GPU = AttentionBackend(
     ),
     tile_shape=_tile_shape,
     make=make_attend,
+    is_fusible=True,  # fused layers are of fewer tokens than the Mosaic kernel's
 )

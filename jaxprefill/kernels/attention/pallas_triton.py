@@ -211,7 +211,7 @@ def _sizes(
     shape: TileShape,
     spec: AttentionSpec,
     q_shape: tuple[int, ...],
-    pool: Array,
+    pool: Shaped[Array, "2 K P S D"],
     *,
     interpret: bool,
 ) -> _Sizes:
@@ -595,4 +595,5 @@ PALLAS_TRITON = AttentionBackend(
     ),
     tile_shape=_tile_shape,
     make=make_attend,
+    is_fusible=True,
 )
