@@ -180,6 +180,7 @@ def test_costs_are_those_of_the_arrays(source):
     assert (summary.bound, summary.shape) == ("memory", (8, 1, 16))
     assert summary.kernels["GEMM library"] == 2
     assert summary.num_graphs is None and "CPU" in summary.graph_note
+    assert summary.code_bytes is None, "on a CPU XLA counts no byte of code"
     assert len(summary_row(summary)) == len(SUMMARY_COLUMNS)
     assert json.loads(json.dumps(summary.as_dict()))["intensity"] == summary.intensity
 
@@ -593,8 +594,9 @@ def test_a_server_is_read_over_http(source):
         summary = summarise(analyse(served.open("full 32x4x160")))
         assert summary.flops == 2 * 2 * ROWS * WIDTH * MLP and summary.temp_bytes == 4096
         assert summary.floor_s is None and "measured on the machine" in summary.notes[0]
-        with pytest.raises(InspectionError, match="tells only the hlo"):
-            served.open("full 32x4x160").text("jaxpr")
+        for stage, why in (("jaxpr", "tells only the hlo"), ("ptx", "a CPU runs")):
+            with pytest.raises(InspectionError, match=why):
+                served.open("full 32x4x160").text(stage)
         with pytest.raises(InspectionError, match="answers 401"):
             ServerSource(url, find_chip=distant_chip)
     with pytest.raises(InspectionError, match="does not answer"):
@@ -659,6 +661,9 @@ def test_each_executable_of_a_store_is_of_its_own_chip(source, tmp_path):
     store_of(source, tmp_path, "while", facts={"platform": "cpu", "device_kind": "cpu"})
     found = StoreSource(tmp_path, find_chip=distant_chip, is_trusted=True)
     assert summarise(analyse(found.open("while"))).floor_s is None
+    for stage in ("ptx", "thunks"):  # nor has a model
+        with pytest.raises(InspectionError, match=f"no {stage} text.*CPU"):
+            found.open("while").text(stage)
     assert summarise(analyse(found.open("clean 8x1x16"))).floor_s > 0
 
 

@@ -37,8 +37,6 @@ from jaxprefill.weights.locate import open_checkpoint
 # Without it XLA launches kernel by kernel while a profiler records.
 KEEP_GRAPHS = "xla_enable_command_buffers_during_profiling"
 _DUMP_PTX = "xla_dump_emitter_re"  # of which emitters' kernels; by default of none
-_NO_PTX = Missing("a CPU runs LLVM's machine code, not PTX")
-_NO_THUNKS = Missing("XLA's CPU backend does not write its thunks down; the hlo is in their order")
 
 
 class JobSource:
@@ -115,8 +113,6 @@ class JobSource:
             job = self.jobs[name]
             traced = jax.jit(job.function, donate_argnums=job.donated).trace(*job.arguments)
             return str(traced.jaxpr) if stage == "jaxpr" else traced.lower().as_text()
-        if self.chip.platform == "cpu":
-            return _NO_PTX if stage == "ptx" else _NO_THUNKS
         self.compiled(name)
         return self._dumped[name, stage]
 

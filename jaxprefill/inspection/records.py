@@ -19,6 +19,15 @@ class Missing:
     reason: str
 
 
+# What no source has of an executable for a CPU.
+_NOT_ON_CPU: Mapping[Stage, Missing] = {
+    "ptx": Missing("a CPU runs LLVM's machine code, not PTX"),
+    "thunks": Missing(
+        "XLA's CPU backend does not write its thunks down; the hlo is in their order"
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Chip:
     """Where executables run, as far as a roofline needs to know.
@@ -53,7 +62,7 @@ class Inspected:
     Attributes:
         name: as the engine calls it: `prefill 256x16x8192`, `greedy 4`.
         facts: what it was compiled for: model, versions, options.
-        read_text: the text of a stage, or why there is none.
+        read_text: the text of a stage, or why there is none; asked for what such a chip can have.
         measured_s: of one run, where that is known.
     """
 
@@ -75,7 +84,8 @@ class Inspected:
         Raises:
             InspectionError: it cannot be had; says why.
         """
-        found = self.read_text(stage)
+        never = _NOT_ON_CPU.get(stage) if self.chip.platform == "cpu" else None
+        found = never or self.read_text(stage)
         if isinstance(found, Missing):
             raise InspectionError(f"{self.name}: there is no {stage} text: {found.reason}")
         return found
@@ -99,6 +109,7 @@ class Summary:
         bound: what the floor is bound by, "memory" or "compute".
         kernels: launches of a run, by kind.
         num_graphs, graph_nodes: CUDA graphs and the launches in them; None: see `graph_note`.
+        code_bytes: None where XLA counts none.
         notes: what the numbers leave out.
     """
 

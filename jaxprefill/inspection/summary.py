@@ -57,7 +57,7 @@ def summarise(analysis: Analysis) -> Summary:
         temp_bytes=one.temp_bytes,
         argument_bytes=one.argument_bytes,
         output_bytes=one.output_bytes,
-        code_bytes=one.code_bytes,
+        code_bytes=one.code_bytes or None,  # on a CPU XLA counts none
         kernels=dict(kernels.most_common()),
         num_graphs=graphs.num_graphs if isinstance(graphs, ModuleGraphs) else None,
         graph_nodes=graphs.num_nodes if isinstance(graphs, ModuleGraphs) else None,
