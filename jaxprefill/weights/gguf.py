@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Shaped
 
 from jaxprefill.config import ModelConfig
 from jaxprefill.errors import CheckpointError, ConfigError
@@ -112,7 +113,9 @@ class GgufCheckpoint:
             raise CheckpointError(f"{self._file.path}: no tensor named {name!r}")
         return gguf_name
 
-    def _half_rotation_rows(self, name: str, values: np.ndarray, num_heads: int) -> np.ndarray:
+    def _half_rotation_rows(
+        self, name: str, values: Shaped[np.ndarray, "rows *in"], num_heads: int
+    ) -> Shaped[np.ndarray, "rows *in"]:
         """Undoes the row order of llama files, where RoPE rotates neighbouring rows.
 
         One head of D rows:  GGUF  0 D/2 1 D/2+1 ...  ->  Hugging Face  0 1 ... D/2 D/2+1 ...

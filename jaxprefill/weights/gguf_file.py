@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from jaxtyping import UInt8
 
 from jaxprefill.errors import CheckpointError
 
@@ -134,7 +135,9 @@ class GgufFile:
         return value
 
 
-def _in_long_rows(raw: np.ndarray, ggml_type: GGMLQuantizationType) -> np.ndarray:
+def _in_long_rows(
+    raw: UInt8[np.ndarray, " bytes"], ggml_type: GGMLQuantizationType
+) -> UInt8[np.ndarray, "rows bytes"]:
     """Views a tensor's bytes as few long rows: blocks do not care, and the library loops by row."""
     block_bytes = GGML_QUANT_SIZES[ggml_type][1]
     num_blocks = len(raw) // block_bytes
@@ -144,7 +147,7 @@ def _in_long_rows(raw: np.ndarray, ggml_type: GGMLQuantizationType) -> np.ndarra
 class _Cursor:
     """Reads forwards through the mapped file; every length is checked before it is used."""
 
-    def __init__(self, path: Path, data: np.ndarray) -> None:
+    def __init__(self, path: Path, data: UInt8[np.ndarray, " bytes"]) -> None:
         self.path = path
         self.position = 0
         self._view = data.data

@@ -205,14 +205,18 @@ class _Products(NamedTuple):
         )
         return out, stream._replace(arrivals=arrivals)
 
-    def output(self, scales: Array | None, *operands: Any) -> LayerStream:
+    def output(self, scales: Float32[Array, "*layers E"] | None, *operands: Any) -> LayerStream:
         return self._residual(self.tiles.output, 1, scales, *operands)
 
-    def down(self, scales: Array | None, *operands: Any) -> LayerStream:
+    def down(self, scales: Float32[Array, "*layers E"] | None, *operands: Any) -> LayerStream:
         return self._residual(self.tiles.down, 2, scales, *operands)
 
     def _residual(
-        self, tiles: GemmTiles | None, norm_row: int, scales: Array | None, *operands: Any
+        self,
+        tiles: GemmTiles | None,
+        norm_row: int,
+        scales: Float32[Array, "*layers E"] | None,
+        *operands: Any,
     ) -> LayerStream:
         if tiles is None:
             return xla.project_residual(*operands, norm_row=norm_row, scales=scales)
