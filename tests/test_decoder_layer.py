@@ -30,6 +30,8 @@ from jaxprefill.prefill.padding import BufferLayout, pad
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+# Results need no optimised code, and there are many to compile.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
 SMALL = replace(
     rigs.MODELS["tiny"], hidden_size=64, mlp_size=128, num_q_heads=4, num_kv_heads=2, head_dim=32,
     has_qkv_bias=True,
@@ -84,7 +86,7 @@ def test_a_fused_body_equals_the_plain_one(monkeypatch, num_tokens, tiles, kind)
         options = {"interpret": True, "has_stacks": True} if make is FusedBody else {}
         body, state = make(rig.tree, backend, layout, **options), rig.state
         assert body.is_stacked == (make is FusedBody and tiles != "xla")
-        out = jax.jit(lambda *operands, body=body: body(*operands))(
+        out = jax.jit(lambda *operands, body=body: body(*operands), compiler_options=FAST_COMPILE)(
             stacked if body.is_stacked else leaves,
             (pool,),
             state.hidden,
