@@ -39,7 +39,7 @@ def parse_count(name: str, value: Any) -> int:
         return int(whole) * scale
     digits = 10 ** len(fraction)
     scaled = int(whole + fraction) * scale
-    if suffix.isupper() or scaled % digits:
+    if not suffix.islower() or scaled % digits:
         raise ConfigError(
             f"{name}: a fraction needs a decimal suffix and a whole result (25.6k), got {value!r}"
         )

@@ -169,7 +169,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
     slots = _resolve_slots(config, max_running)
     row_counts = _row_counts(max_running, dtype, is_cpu=is_cpu) if model.has_lm_head else ()
-    eager_buckets = coarse_buckets(buckets[-1], factor=16 if is_cpu else 4)
+    # In a group another rank's prompt can send a decode step there, of all running requests.
+    eager_buckets = coarse_buckets(max(buckets[-1], max_running), factor=16 if is_cpu else 4)
     spec, step = model_class(share).cache_spec(share), (buckets[-1], max_running)
     num_pages, num_recent = _resolve_pages(config, share, spec, step, device, dtype)
     return EnginePlan(

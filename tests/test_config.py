@@ -46,7 +46,8 @@ def test_counts_are_read_as_people_write_them(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "k", "1.5", "25.6K", "0.0001k", "1e3", "4 k", None, True, 1.0, "9" * 5000]
+    "text",
+    ["", "k", "1.5", "4096.0", "25.6K", "0.0001k", "1e3", "4 k", None, True, 1.0, "9" * 5000],
 )
 def test_what_is_no_whole_number_is_refused_by_name(text):
     with pytest.raises(ConfigError, match="some_option"):
@@ -117,6 +118,13 @@ def test_cpu_defaults():
     assert found.dtype.name == "float32" and found.num_pages * 16 == 16384
     assert found.ladder.num_slots == found.max_running == 16
     assert found.decode_slots[-1] == 16 and found.eager_ladder.buckets[-1] >= 1024
+
+
+def test_the_eager_path_holds_a_token_of_every_running_request():
+    """Another rank's prompt that fits no executable sends this rank's decode step there."""
+    found = plan(prefill_buckets=(8, 64), max_running_requests=100)
+    key = found.eager_ladder.pick(100, found.context_length)
+    assert key is not None and key.num_slots == 100 and found.hidden_rows >= key.num_tokens
 
 
 def test_a_single_bfloat16_row_is_never_decoded_on_a_cpu():
