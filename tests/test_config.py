@@ -16,8 +16,10 @@ from jaxprefill.integers import parse_count, parse_counts
 from jaxprefill.kernels.attention import select
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.device import DeviceInfo
+from jaxprefill.models.deepseek_v4.hf import read_deepseek
 from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.plan import make_plan
+from jaxprefill.prefill.backend import choose_prefill_backend
 from jaxprefill.resolved import resolved_options
 from tests.tiny import tiny_config
 
@@ -328,6 +330,10 @@ def test_rules_choose_the_prefill_backend_only_where_the_user_did_not():
         found = plan(model=alternating(9), **told)
         assert found.path == "full" and not found.path_why
     assert plan(model=alternating(9), context_length=8).path == "full", "no window is left"
+    for count, path in ((8, "full"), (9, "layerwise")):  # 3 of one kind first, then in turns
+        hf = {"architectures": ["DeepseekV4ForCausalLM"], "num_hash_layers": 0}
+        latent = read_deepseek(hf | {"num_hidden_layers": count + 2})
+        assert choose_prefill_backend("auto", latent, platform="cpu").path == path
 
 
 def test_resolved_options_say_what_was_left_open():

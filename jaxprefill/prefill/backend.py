@@ -34,11 +34,13 @@ def choose_prefill_backend(
 
 
 def _alternating_layers(model: ModelConfig, platform: str) -> str | None:
-    """On a CPU a body holds one loop for each run of equal layers, and XLA compiles every one."""
-    runs = sum(1 for _ in groupby(model.windows))
+    """On a CPU a body holds each run of equal layers anew, and XLA compiles every one."""
+    latent = model.latent
+    kinds = zip(latent.layer_kinds, latent.hash_layers, strict=True) if latent else model.windows
+    runs = sum(1 for _ in groupby(kinds))
     if platform != "cpu" or runs <= _MANY_RUNS:
         return None
-    return f"its layers change kind {runs - 1} times, and full would compile {runs} loops a shape"
+    return f"its layers change kind {runs - 1} times, and full would compile {runs} parts a shape"
 
 
 # Each says why the whole pass should not be one executable, or None.
