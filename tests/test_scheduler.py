@@ -186,6 +186,21 @@ def test_pool_pressure_preempts_the_youngest_which_starts_again():
     ]
 
 
+def test_a_prefix_that_nobody_holds_is_no_room_for_whoever_begins_with_it():
+    """Else a running prompt would wait for ever for one before it that waits for pages."""
+    sim = Simulation(
+        num_pages=20, shares=True, max_batch_tokens=4, max_batch_requests=1, max_running=2
+    )
+    known = list(range(100, 120))  # five pages that only the cache keeps
+    sim.add("known", known, 0)
+    sim.run()
+    sim.add("running", 53, 2)
+    sim.step()
+    sim.add("urgent", [*known, *range(200, 221)], 2, priority=1)
+    sim.run()
+    assert sim.scheduler.num_cached_tokens == len(known)
+
+
 def test_prompt_scores_cover_every_chunk_border_once():
     sim = Simulation()
     sim.add("a", 40, 0, scores=True)

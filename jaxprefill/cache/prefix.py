@@ -13,6 +13,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from jaxprefill.cache.pages import PageAllocator
 from jaxprefill.cache.recent import RecentPage, RecentPages
@@ -141,6 +142,10 @@ class PrefixCache:
     def num_available(self) -> int:
         """Pages that can be leased now."""
         return self._pages.num_free + len(self._idle)
+
+    def idle(self, nodes: Sequence[PrefixNode]) -> set[PrefixNode]:
+        """Those of a prefix that no lease holds: its last ones."""
+        return set(takewhile(self._idle.__contains__, reversed(nodes)))
 
     def counts(self) -> dict[str, dict[str, int] | None]:
         """Pages in all, free, and of those the ones that keep a prefix; null: there are no such."""

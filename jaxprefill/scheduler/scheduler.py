@@ -192,6 +192,7 @@ class Scheduler:
         found = [_Candidate(state) for state in self._running if not state.is_prefilled]
         slots, pages = len(self._free_slots), self._cache.num_available
         claimed: set[tuple[PrefixNode | None, PageKey]] = set()
+        shared: set[PrefixNode] = set()  # available now, but not once a candidate holds them
         for state in self._waiting[:_LOOK_AHEAD]:
             if state.num_in_flight:  # a preempted request waits for its last tokens
                 continue
@@ -204,9 +205,11 @@ class Scheduler:
                 claimed.add(claim)
             hit = self._hit(state, match)
             slots -= 1
-            pages -= self._cache.pages_for(state.target) - len(hit.match.nodes)
+            idle = self._cache.idle(hit.match.nodes) - shared
+            pages -= self._cache.pages_for(state.target) - len(hit.match.nodes) + len(idle)
             if slots < 0 or (pages < 0 and found):
                 break
+            shared |= idle
             found.append(_Candidate(state, hit))
         found.sort(key=lambda candidate: candidate.state.rank)
         return found[:room]
