@@ -280,6 +280,12 @@ def test_config_json_without_lists_means_the_published_models():
     assert flash.latent.hash_layers == (True,) + (False,) * 5
 
 
+TWO_SHARES = {
+    label: {"rope_theta": 1e4, "partial_rotary_factor": share}
+    for label, share in (("main", 0.5), ("compress", 0.25))
+}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -292,6 +298,9 @@ def test_config_json_without_lists_means_the_published_models():
         ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc' for DeepSeek-V4"),
         ({"mlp_layer_types": None, "num_hash_layers": "3"}, "num_hash_layers must be 0 to .*'3'"),
         ({"layer_types": None, "compress_ratios": 4}, "compress_ratios must be a list, got 4"),
+        ({"o_groups": 3}, "o_groups must divide the 64 dimensions of all heads, got 3"),
+        ({"index_head_dim": 6}, "index_head_dim must be at least the 8 dimensions .* got 6"),
+        ({"rope_parameters": TWO_SHARES}, "the same for main and compress, .* 8 and 4 dimensions"),
     ],
 )
 def test_what_is_not_supported_is_named(change, message):

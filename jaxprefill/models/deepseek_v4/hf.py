@@ -68,7 +68,8 @@ def read_deepseek(given: Mapping[str, Any]) -> ModelConfig:
             )
     num_layers = hf.integer("num_hidden_layers", most=10_000)
     with config_errors():
-        return ModelConfig(
+        latent = _read_latent(hf, num_layers)
+        config = ModelConfig(
             architecture=hf.text_list("architectures")[0],
             vocab_size=hf.integer("vocab_size"),
             hidden_size=hf.integer("hidden_size"),
@@ -89,8 +90,36 @@ def read_deepseek(given: Mapping[str, Any]) -> ModelConfig:
                 scoring="sqrt_softplus",
                 scale=hf.number("routed_scaling_factor"),
             ),
-            latent=_read_latent(hf, num_layers),
+            latent=latent,
         )
+    _check_sizes(config, latent)
+    return config
+
+
+def _check_sizes(config: ModelConfig, latent: LatentConfig) -> None:
+    """What no single key is at fault for."""
+    turned, compressed = (
+        config.head_dim if rope is None else rope.rotary_dim or config.head_dim
+        for rope in (config.rope, config.compress_rope)
+    )
+    attended = config.num_q_heads * config.head_dim
+    wrong: list[str] = []
+    if attended % latent.num_groups:
+        wrong.append(
+            f"o_groups must divide the {attended} dimensions of all heads, got {latent.num_groups}"
+        )
+    if "sparse" in latent.layer_kinds and latent.index_dim < turned:
+        wrong.append(
+            f"index_head_dim must be at least the {turned} dimensions that are rotated, "
+            f"got {latent.index_dim}"
+        )
+    if compressed != turned:
+        wrong.append(
+            "partial_rotary_factor must be the same for main and compress, got factors "
+            f"that rotate {turned} and {compressed} dimensions"
+        )
+    if wrong:
+        raise CheckpointError(f"config.json: {'; '.join(wrong)}")
 
 
 def _read_latent(hf: HfValues, num_layers: int) -> LatentConfig:
