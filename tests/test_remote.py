@@ -80,7 +80,7 @@ async def started(process: EngineProcess) -> asyncio.Task:
 
 
 async def until(condition):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.005)
 
