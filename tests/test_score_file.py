@@ -9,6 +9,8 @@ import os
 import resource
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from jaxprefill.cli.main import main
@@ -149,20 +151,19 @@ def test_a_models_own_classifier_names_the_columns(score):
 
 FAULTS = {
     "in.csv": [
-        ("text,b\r\n1,2\r\n1,2,3\r\n", 1, "row 2 (line 3) of in.csv must have 2 fields"),
-        ('text\n"a', 1, "row 1 (line 2) of in.csv is no CSV"),
+        ('te"xt"s\n', 2, "it has 'te\"xt\"s'"),
+        ('"text"s\n', 1, "the header of in.csv: line 1 is no CSV"),
         ("other,b\n", 2, "it has 'other', 'b'"),
         ("text,text\n", 2, "has once"),
         ("", 2, "it has none"),
         ("text,perplexity\n", 2, "--prefix"),
-        (b"text\n\xff\n", 1, "line 2 of in.csv is no UTF-8"),
+        (b"text,\xff\n", 1, "line 1 of in.csv must be UTF-8"),
     ],
     "in.jsonl": [
-        ('{"text": "a"}\n[1]', 1, "row 2 (line 2) of in.jsonl must be a JSON object"),
-        ('{"text": "a"}\n\n{"text": 5}', 1, "row 2 (line 3) of in.jsonl: text must be a text"),
+        ("\n[1]", 1, "row 1 of in.jsonl: line 2 must be a JSON object"),
         ('{"texts": "a"}', 2, "it has 'texts'"),
         ('{"text": "a", "perplexity": 1}', 2, "--prefix"),
-        ('{"text": "a"}\n{"text": "a", "perplexity": 1}', 2, "row 2 of in.jsonl has"),
+        ('{"text": "a"}\n{"text": "a", "perplexity": 1}\n', 2, "row 2 of in.jsonl has"),
     ],
     "in.parquet": [("nonsense", 2, "no Parquet file")],
 }
@@ -181,6 +182,93 @@ def test_faults_of_tables_are_named(score, name, text, status, words):
     assert not (score.folder / name.replace("in", "out")).exists()
 
 
+# A line, what is written of it in front of the new columns, and what is said: None, it is scored.
+JSON_ROWS = [
+    (b'{"text": "ab", "x": NaN, "y": [-Infinity, 1.5]}', '"x": null, "y": [null, 1.5]', None),
+    (b'{"text": NaN}', '{"text": null', None),
+    (b'{"text": "ab", "big": 1e999, "n": 1.10}', '"big": 1e999, "n": 1.10', None),
+    (b'{"text": "ab", "big": 1e999, "n": NaN}', '"big": null, "n": null', None),
+    (b'{"text": "a", "text": "ab"}', '{"text": "a", "text": "ab"', None),
+    (
+        b'{"text": "ab", "x": "NaN \\\\ud800 \\ud83d\\ude00"}',
+        '"NaN \\\\ud800 \\ud83d\\ude00"',
+        None,
+    ),
+    (b'{"text": "ab", "half": "\\ud800"}', '"half": "?"', None),
+    (b'{"text": "ab", "x": "\xff", "\xfe": 1}', '"x": "?", "?": 1', None),
+    (b'{"text": "\\ud800", "id": 7}', '{"text": "?", "id": 7', "text must be a text"),
+    (b'{"id": 8, "text": "\xed\xa0\x80"}', '{"id": 8, "text": "???"', "text must be a text"),
+    (b'{"text": 5}', '{"text": 5', "text must be a text or null, but got 5"),
+    (b'{"text": 1e999}', '{"text": 1e999', "text must be a text or null, but "),
+    (b"[1]", '{"perplexity"', "must be a JSON object"),
+    (b"NaN", '{"perplexity"', "must be a JSON object"),
+    (b'{"text": "a"', '{"perplexity"', "must be a JSON object"),
+    (b'{"a": ' + b"[" * 10**5, '{"perplexity"', "must be a JSON object"),
+    (b'{"text": "' + b"a" * 2000 + b'"}', '{"perplexity"', "must be at most 1000 bytes"),
+    (b'{"num_tokens": 1, "text": "a", "b": 1.10}', '{"text":"a","b":1.10', "another --prefix"),
+]
+
+
+def test_json_rows_at_fault_are_written_in_their_places(score, monkeypatch):
+    monkeypatch.setattr("jaxprefill.offline.tables._MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr("jaxprefill.offline.lines._CHUNK", 5)  # a row each
+    Path("in.jsonl").write_bytes(b"\n\n".join(line for line, *_ in JSON_ROWS))
+    status, said = score("-i", "in.jsonl", "-o", "out.jsonl", "--perplexity")
+    assert status == 3 and f"{len(JSON_ROWS)} rows, 10 failed" in said, said
+    found = Path("out.jsonl").read_bytes().splitlines()
+    for number, ((_, kept, words), line) in enumerate(zip(JSON_ROWS, found, strict=True), 1):
+        fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])  # strictly JSON
+        assert kept in line.decode(), number
+        assert f"row {number}: line {2 * number - 1}" in said or not words
+        assert (words or "") in said
+        scored = 2 if words is None and '"text": null' not in kept else None
+        assert msgspec.json.decode(fields["num_tokens"]) == scored, number
+
+
+CSV_ROWS = [
+    (b"ab,\xff", ["ab", b"\xff"], None),
+    (b"\xed\xa0\x80,1", [b"\xed\xa0\x80", "1"], "must be UTF-8"),
+    (b"1,2,3", ["1", "2"], "must have 2 fields, as the header, got 3"),
+    (b"ab", ["ab", ""], "must have 2 fields, as the header, got 1"),
+    (b'"a"b,1', ["ab", "1"], "is no CSV"),
+    (b"NaN,1e999", ["NaN", "1e999"], None),
+    (b'"a\nb,1', ["a\nb,1\n", ""], "is no CSV"),
+]
+
+
+def test_csv_rows_at_fault_are_written_in_their_places(score):
+    lines = [line for line, *_ in CSV_ROWS]
+    Path("in.csv").write_bytes(b"\n".join([b"text,b", *lines, b""]))
+    status, said = score("-i", "in.csv", "-o", "out.csv", "--perplexity")
+    assert status == 3 and f"{len(lines)} rows, 5 failed" in said, said
+    text = Path("out.csv").read_text(encoding="utf-8", errors="surrogateescape")
+    _, *found = csv.reader(io.StringIO(text, newline=""), strict=True)
+    for number, ((_, kept, words), row) in enumerate(zip(CSV_ROWS, found, strict=True), 1):
+        wanted = [each if isinstance(each, str) else os.fsdecode(each) for each in kept]
+        assert row[:2] == wanted
+        assert bool(row[3]) == (words is None)
+        assert words is None or f"row {number}: line {number + 1} {words}" in said
+
+
+def test_parquet_texts_that_are_no_utf8_are_not_scored(score):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for kind in (arrow.string(), arrow.large_string()):
+        held = arrow.array([b"ab", b"\xff", None, b"\xed\xa0\x80"]).cast(
+            arrow.large_binary() if kind == arrow.large_string() else arrow.binary()
+        )
+        texts = arrow.Array.from_buffers(kind, 4, held.buffers())
+        table = arrow.table({"text": texts, "x": [math.nan, math.inf, None, 1.0]})
+        parquet.write_table(table, "in.parquet")
+        argv = ("-i", "in.parquet", "-o", "out.parquet", "--perplexity", "--overwrite")
+        status, said = score(*argv)
+        assert status == 3 and "row 2: the text must be UTF-8" in said and "row 4:" in said
+        found = parquet.read_table("out.parquet")
+        assert found["num_tokens"].to_pylist() == [2, None, None, None]
+        assert found["text"].combine_chunks().cast(held.type).equals(held)
+        assert np.array_equal(found["x"], table["x"], equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -192,6 +280,12 @@ def test_faults_of_tables_are_named(score, name, text, status, words):
         (("-i", "in.csv", "-o", "out.csv"), "required"),
         (("-i", "in.csv", "-o", "out.csv", "--embed", "--template", "a"), "must hold {text}"),
         (("-i", "in.csv", "-o", "out.csv", "--labels", "a,a"), "must differ"),
+        (("-i", "in.csv", "-o", "out.csv", "--labels", "a,\udcff"), "--labels must be UTF-8"),
+        (
+            ("-i", "in.csv", "-o", "o", "--embed", "--template", "\udcff"),
+            "--template must be UTF-8",
+        ),
+        (("-i", "in.csv", "-o", "o", "--embed", "--prefix", "\udcff"), "--prefix must be UTF-8"),
         (("-i", "in.txt", "-o", "out.csv", "--embed"), "must end in"),
         (("-i", "in.csv", "-o", "no/out.csv", "--embed"), "cannot write"),
         (("-i", "-", "-o", "-", "--embed", "--format", "parquet"), "cannot be read from stdin"),

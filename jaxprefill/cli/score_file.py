@@ -61,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
         JaxPrefillError: an option or a file is at fault, or the engine cannot work.
     """
     config = engine_config_of(args)
+    for name in ("labels", "template", "prefix"):
+        given: str = getattr(args, name) or ""
+        if given != given.encode(errors="replace").decode():  # bytes that were none
+            raise ConfigError(f"--{name} must be UTF-8, got {given!r:.80}")
     labels = labels_of(args.labels) if args.labels is not None else []
     if os.path.isdir(args.output):
         raise ConfigError(f"--output must be a file, got the folder {args.output}")
@@ -93,10 +97,12 @@ COMMAND = Command(
     usage="-i FILE -o FILE --text-column NAME (--labels A,B | --classify | --perplexity | --embed)",
     epilog="""\
 The output has the input's rows, columns and format. Rows whose text is empty or null get nulls. So
-do those that are refused, of more tokens than the context for instance: they are named on stderr.
+do those that are malformed, or refused, of more tokens than the context for instance: they are
+named on stderr, and keep what JSON, or the header's columns, can hold of them. NaN and Infinity in
+JSON lines become null.
 
-exit status: 0, all rows are scored; 3, some were refused; 1, the run could not be completed; 2, a
-mistake in the command.
+exit status: 0, all rows are scored; 3, some were malformed or refused; 1, the run could not be
+completed; 2, a mistake in the command.
 
 examples:
   jaxprefill score-file -i in.csv -o out.csv --text-column review --labels " positive, negative" \\

@@ -64,7 +64,8 @@ class ParquetTable:
             batch = next(self._batches, None)
             if batch is None:
                 return None
-            texts = batch.column(self._index).cast(self._arrow.string()).to_pylist()
+            held = batch.column(self._index).cast(self._arrow.string())
+            texts = held.cast(self._arrow.binary()).to_pylist()  # others may write no UTF-8
         except (self._arrow.ArrowException, OSError) as error:
             raise JaxPrefillError(
                 f"{self.source.name} is damaged behind row {self._number}: {error}"
@@ -74,9 +75,9 @@ class ParquetTable:
         return [
             Row(
                 number=number,
-                text=text,
                 kept=batch if number == self._number else None,
                 position=size * number // total,
+                **_checked(text),
             )
             for number, text in enumerate(texts, first + 1)
         ]
@@ -169,6 +170,13 @@ class _ParquetWriter:
             raise JaxPrefillError(
                 f"cannot write to {self._name}: {error.strerror or error}"
             ) from error
+
+
+def _checked(text: bytes | None) -> dict[str, Any]:
+    try:
+        return {"text": None if text is None else text.decode()}
+    except UnicodeDecodeError as error:
+        return {"text": None, "problem": f"the text must be UTF-8, but {error}"}
 
 
 def _arrow() -> tuple[Any, Any]:

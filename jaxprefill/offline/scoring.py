@@ -2,7 +2,7 @@
 
 A row is asked for as the server's clients would: labels as in /v1/classify, perplexity as an echoed
 completion of no tokens, embeddings as in /v1/embeddings. A text that is empty or null gets nulls;
-so does one that is refused, and the refusal is kept with the row's number.
+so does a row that is malformed or refused, and the reason is kept with the row's number.
 """
 
 import asyncio
@@ -157,7 +157,7 @@ class ScoringProgress:
 
     Attributes:
         num_lines: rows that are written; of these
-        num_failed: were refused, and
+        num_failed: were malformed or refused, and
         num_empty: had no text.
         problems: the first refusals, with their rows.
     """
@@ -206,7 +206,7 @@ class ScoringJob:
         """Writes the table. A file appears under its name when it is complete.
 
         Raises:
-            JaxPrefillError: a row is malformed, or the engine or a file fails.
+            JaxPrefillError: the engine or a file fails.
         """
         path = os.path.realpath(path) if os.path.islink(path) else path
         part = part_of(path)
@@ -249,7 +249,7 @@ class ScoringJob:
         progress = self.progress
         progress.num_lines += 1
         progress.position = scored.row.position
-        progress.num_empty += not scored.row.text
+        progress.num_empty += not (scored.row.text or scored.problem)
         if scored.problem is not None:
             progress.num_failed += 1
             if len(progress.problems) < _MAX_PROBLEMS:
@@ -258,8 +258,8 @@ class ScoringJob:
     async def _score(self, session: OfflineSession, row: Row) -> _Scored:
         measure = self._measure
         nothing = [None] * len(measure.columns)
-        if not row.text:
-            return _Scored(row, nothing)
+        if row.problem or not row.text:
+            return _Scored(row, nothing, row.problem)
         prompt = self._template.replace(TEXT, row.text)
         body = raw_body(measure.body | {measure.field: prompt})
         try:

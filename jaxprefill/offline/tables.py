@@ -1,19 +1,21 @@
 """Tables as files: rows in, and the same rows out with more columns. Here: JSON lines and CSV.
 
-Texts are UTF-8. What stood in a row stays as it was; JSON rows do so byte by byte.
+Texts are UTF-8. What stood in a row stays as it was; JSON rows do so byte by byte, unless JSON
+cannot hold what they are: then NaN, Infinity and numbers beyond float64 become null, and characters
+that are none question marks. A row that is at fault is not scored, but ends nothing.
 """
 
 import csv
 import json
 import math
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from jaxprefill.errors import ConfigError, JaxPrefillError
-from jaxprefill.offline.lines import LineReader, Source
+from jaxprefill.offline.lines import InputLine, LineReader, Source
 from jaxprefill.offline.output import LineOutput
 
 Values = Sequence[Any]
@@ -21,6 +23,7 @@ Values = Sequence[Any]
 _MAX_ROW_BYTES = 2**28
 _BATCH_ROWS = 256
 _BOM = "\ufeff"
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +43,14 @@ class Row:
         text: of the column that is asked for; None: null.
         kept: what its table needs to write it.
         position: bytes of the input that are read when it is.
+        problem: what is wrong with it, so that it is not scored.
     """
 
     number: int
     text: str | None
     kept: Any
     position: int
+    problem: str | None = None
 
 
 class Table(Protocol):
@@ -61,7 +66,7 @@ class Table(Protocol):
         """The next rows; None at the end.
 
         Raises:
-            JaxPrefillError: a row is malformed; the message names it.
+            JaxPrefillError: the file is damaged.
         """
         ...
 
@@ -86,61 +91,103 @@ class JsonTable:
     """An object on each line. A row may lack the column, which is null then; the first may not."""
 
     def __init__(self, source: Source, text_column: str) -> None:
-        """Raises ConfigError, and JaxPrefillError for a first row that is malformed."""
+        """Raises ConfigError, and JaxPrefillError for a first row that is no object."""
         self.source = source
         self._column = text_column
         self._reader = LineReader(self.source, max_bytes=_MAX_ROW_BYTES)
         self._new: frozenset[str] = frozenset()
         self._number = 0
-        first: list[Row] | None = []
-        while first == []:
-            first = self._next()
-        self._first = first
-        if first and text_column not in (names := msgspec.json.decode(first[0].kept)):
-            raise _no_column(text_column, names, source.name)
+        self._ahead: list[InputLine] | None = []
+        while self._ahead == []:
+            self._ahead = self._reader.read()
+        for line in (self._ahead or ())[:1]:
+            row = self._row(line, 1)
+            names = _FIELDS.decode(row.kept)
+            if row.problem and not names:
+                raise JaxPrefillError(f"row 1 of {source.name}: {row.problem}")
+            if text_column not in names:
+                raise _no_column(text_column, names, source.name)
 
     def check(self, columns: Iterable[Column]) -> None:
-        """Raises ConfigError if the first row has a new name; later ones are checked when read."""
-        self._new = frozenset(column.name for column in columns)
-        for row in self._first or ():
-            self._check_names(row.number, msgspec.json.decode(row.kept))
+        """Raises ConfigError if one of the first rows has a new name; later ones are at fault."""
+        new = frozenset(column.name for column in columns)
+        for number, line in enumerate(self._ahead or (), 1):
+            clashes = new & _FIELDS.decode(self._row(line, number).kept).keys()
+            if clashes:
+                raise _clash(sorted(clashes), f"row {number} of {self.source.name}")
+        self._new = new
 
     def read(self) -> list[Row] | None:
         """The next rows."""
-        if self._first:
-            first, self._first = self._first, []
-            return first
-        return self._next()
+        lines, self._ahead = self._ahead or self._reader.read(), None
+        if lines is None:
+            return None
+        first, self._number = self._number + 1, self._number + len(lines)
+        return [self._row(line, number) for number, line in enumerate(lines, first)]
 
     def writer(self, path: str, columns: Sequence[Column]) -> "TableWriter":
         """Begins the output."""
         return _JsonWriter(LineOutput(path, "overwrite"), columns)
 
-    def _next(self) -> list[Row] | None:
-        lines = self._reader.read()
-        if lines is None:
-            return None
-        rows: list[Row] = []
-        for line in lines:
-            self._number += 1
-            where = f"row {self._number} (line {line.number}) of {self.source.name}"
-            if line.text is None:
-                raise JaxPrefillError(f"{where} must be at most {_MAX_ROW_BYTES} bytes")
-            try:
-                fields = msgspec.json.decode(line.text, type=dict[str, Any])
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise JaxPrefillError(f"{where} must be a JSON object, but {error}") from None
-            self._check_names(self._number, fields)
-            text = fields.get(self._column)
-            if text is not None and not isinstance(text, str):
-                raise JaxPrefillError(f"{where}: {self._column} must be a text, got {text!r:.80}")
-            rows.append(Row(number=self._number, text=text, kept=line.text, position=line.position))
-        return rows
+    def _row(self, line: InputLine, number: int) -> Row:
+        row = Row(number=number, text=None, kept=b"{}", position=line.position)
+        where = f"line {line.number}"
+        if line.text is None:
+            return replace(row, problem=f"{where} must be at most {_MAX_ROW_BYTES} bytes")
+        try:
+            kept, fields = _object(line.text)
+        except (ValueError, RecursionError) as error:
+            return replace(row, problem=f"{where} must be a JSON object, but {error}")
+        if clashes := self._new & fields.keys():
+            held = _FIELDS.decode(kept)
+            kept = msgspec.json.encode({key: held[key] for key in held if key not in clashes})
+            return replace(row, kept=kept, problem=str(_clash(sorted(clashes), where)))
+        try:
+            text = _json_text(fields.get(self._column))
+        except ValueError as error:
+            problem = f"{where}: {self._column} must be a text or null, but {error}"
+            return replace(row, kept=kept, problem=problem)
+        return replace(row, kept=kept, text=text)
 
-    def _check_names(self, number: int, fields: dict[str, Any]) -> None:
-        clashes = self._new & fields.keys()
-        if clashes:
-            raise _clash(sorted(clashes), f"row {number} of {self.source.name}")
+
+def _object(line: bytes) -> tuple[bytes, dict[str, Any]]:
+    """A row as JSON, which it may be nearly: with NaN, half a surrogate pair, no UTF-8; its fields.
+
+    Raises:
+        ValueError, RecursionError: it is no object.
+    """
+    try:
+        line.decode()
+        return line, dict(_FIELDS.decode(line))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        wrong = error
+    try:
+        text = line.decode(errors="surrogateescape")
+        found = json.loads(text, parse_constant=lambda _: None, parse_float=_float64)
+    except json.JSONDecodeError:
+        raise wrong from None
+    if not isinstance(found, dict):
+        raise wrong
+    mended = json.dumps(found, ensure_ascii=False, allow_nan=False)
+    return mended.encode(errors="replace"), found
+
+
+def _float64(text: str) -> float | None:
+    return number if math.isfinite(number := float(text)) else None
+
+
+def _json_text(value: Any) -> str | None:
+    """Raises ValueError for what is no text, or holds characters that are none."""
+    found = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"got {found!r:.80}")
+    return found and _encodable(found)
+
+
+def _encodable(text: str) -> str:
+    """Raises UnicodeEncodeError for halves of surrogate pairs, which stand for wrong bytes too."""
+    text.encode()
+    return text
 
 
 class _JsonWriter:
@@ -162,7 +209,11 @@ class _JsonWriter:
 
 
 class CsvTable:
-    """A header and rows of as many fields; quotes as in RFC 4180. No field is null."""
+    """A header and rows of as many fields; quotes as in RFC 4180. No field is null.
+
+    Of a row that is at fault the fields are kept as far as they can be told, and as many as the
+    header has; bytes that are no UTF-8 stay.
+    """
 
     def __init__(self, source: Source, text_column: str, *, delimiter: str = ",") -> None:
         """Raises ConfigError, and JaxPrefillError for a malformed header."""
@@ -171,9 +222,12 @@ class CsvTable:
         self._delimiter = delimiter
         self._has_bom = False
         self._ending = "\n"
+        self._record: list[str] = []  # the lines of the row that is being read
         self._reader = csv.reader(self._lines(), delimiter=delimiter, strict=True)
         self._number = 0
-        self._header = self._fields() or []
+        self._header, problem = self._fields() or ([], None)
+        if problem is not None:
+            raise JaxPrefillError(f"the header of {source.name}: {problem}")
         if self._header.count(text_column) != 1:
             raise _no_column(text_column, self._header, source.name)
         self._index = self._header.index(text_column)
@@ -187,16 +241,9 @@ class CsvTable:
     def read(self) -> list[Row] | None:
         """The next rows."""
         rows: list[Row] = []
-        while len(rows) < _BATCH_ROWS and (fields := self._fields()) is not None:
+        while len(rows) < _BATCH_ROWS and (found := self._fields()) is not None:
             self._number += 1
-            if len(fields) != len(self._header):
-                raise JaxPrefillError(
-                    f"row {self._number} (line {self._reader.line_num}) of {self.source.name} must "
-                    f"have {len(self._header)} fields, as the header, got {len(fields)}"
-                )
-            position = self.source.position
-            text = fields[self._index]
-            rows.append(Row(number=self._number, text=text, kept=fields, position=position))
+            rows.append(self._row(*found))
         return rows or None
 
     def writer(self, path: str, columns: Sequence[Column]) -> "TableWriter":
@@ -207,16 +254,45 @@ class CsvTable:
         made.write_fields([header])
         return made
 
-    def _fields(self) -> list[str] | None:
-        """The next row that is not a blank line."""
+    def _row(self, fields: list[str], problem: str | None) -> Row:
+        size, position = len(self._header), self.source.position
+        if problem is None and len(fields) != size:
+            problem = f"{self._where()} must have {size} fields, as the header, got {len(fields)}"
+        fields = [*fields, *[""] * size][:size]
+        text = fields[self._index]
         try:
-            return next((fields for fields in self._reader if fields), None)
+            _encodable(text)
+        except UnicodeEncodeError:
+            problem = problem or f"{self._where()} must be UTF-8, but its text is not"
+        text = text if problem is None else None
+        return Row(number=self._number, text=text, kept=fields, position=position, problem=problem)
+
+    def _where(self) -> str:
+        return f"line {self._reader.line_num - len(self._record) + 1}"
+
+    def _fields(self) -> tuple[list[str], str | None] | None:
+        """The next row that is not a blank line, and what is wrong with it."""
+        while True:
+            self._record.clear()
+            try:
+                fields = next(self._reader, None)
+                if fields is None:
+                    return None
+                if fields:
+                    return fields, None
+            except csv.Error as error:
+                return self._lenient(), f"{self._where()} is no CSV: {error}"
+
+    def _lenient(self) -> list[str]:
+        try:
+            return next(csv.reader(self._record, delimiter=self._delimiter), [])
         except csv.Error as error:
-            where = f"row {self._number + 1} (line {self._reader.line_num}) of {self.source.name}"
-            raise JaxPrefillError(f"{where} is no CSV: {error}") from None
+            raise JaxPrefillError(
+                f"{self._where()} of {self.source.name} is no CSV: {error}; mend the quotes there"
+            ) from None
 
     def _lines(self) -> Generator[str]:
-        rest, number = b"", 0
+        rest, is_first = b"", True
         while True:
             chunk = self.source.stream.read()
             lines = (rest + chunk).splitlines(keepends=True) if not chunk else None
@@ -224,23 +300,23 @@ class CsvTable:
                 *whole, rest = (rest + chunk).split(b"\n")
                 lines = [line + b"\n" for line in whole]
             for line in lines:
-                number += 1
-                yield self._decoded(line, number)
+                text = line.decode(errors="surrogateescape")
+                self._record.append(self._first(text) if is_first else text)
+                is_first = False
+                yield self._record[-1]
             if not chunk:
                 return
 
-    def _decoded(self, line: bytes, number: int) -> str:
+    def _first(self, text: str) -> str:
         try:
-            text = line.decode()
-        except UnicodeDecodeError as error:
+            _encodable(text)
+        except UnicodeEncodeError as error:
             raise JaxPrefillError(
-                f"line {number} of {self.source.name} is no UTF-8: {error}"
+                f"line 1 of {self.source.name} must be UTF-8, but {error}; convert the file first"
             ) from None
-        if number == 1:
-            self._has_bom = text.startswith(_BOM)
-            self._ending = "\r\n" if text.endswith("\r\n") else "\n"
-            return text.removeprefix(_BOM)
-        return text
+        self._has_bom = text.startswith(_BOM)
+        self._ending = "\r\n" if text.endswith("\r\n") else "\n"
+        return text.removeprefix(_BOM)
 
 
 class _Lines(list[str]):
@@ -262,7 +338,8 @@ class _CsvWriter:
     def write_fields(self, rows: Sequence[Sequence[str]]) -> None:
         lines = _Lines()
         csv.writer(lines, delimiter=self._delimiter).writerows(rows)
-        self._output.write("".join(line[:-2] + self._ending for line in lines).encode())
+        text = "".join(line[:-2] + self._ending for line in lines)
+        self._output.write(text.encode(errors="surrogateescape"))
 
     def close(self) -> None:
         self._output.close()
