@@ -81,15 +81,17 @@ def file_of(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["data", "index", "config.json", "tokenizer.json"])
-@pytest.mark.parametrize("damage", ["truncated", "edited", "missing"])
+@pytest.mark.parametrize("damage", ["truncated", "edited", "missing", "a broken link"])
 def test_a_damaged_file_is_named(converted, tmp_path, kind, damage):
     folder = tmp_path / "copy"
     shutil.copytree(converted, folder)
     path = file_of(folder, kind)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    if damage == "missing":
+    if damage in ("missing", "a broken link"):
         path.unlink()
+        if damage != "missing":
+            path.symlink_to("nowhere")
     else:
         path.write_bytes(data if damage == "edited" else data[:-1])
     with pytest.raises(CheckpointError, match=f"{path.name}.* must .*convert the model again"):
@@ -104,6 +106,10 @@ def test_what_no_conversion_wrote_is_refused(converted, tmp_path):
     with pytest.raises(CheckpointError, match="weights/extra must not be there"):
         open_checkpoint(str(folder))
     extra.unlink()
+    (folder / "manifest.json").rename(tmp_path / "held")
+    with pytest.raises(CheckpointError, match="must be a checkpoint's manifest"):
+        open_checkpoint(str(folder))
+    (tmp_path / "held").rename(folder / "manifest.json")
     manifest = json.loads((folder / "manifest.json").read_text())
     for change, words in (
         ({"format": "of tomorrow"}, "format must be .* got 'of tomorrow'"),
@@ -152,14 +158,69 @@ def test_the_command_writes_once_and_replaces_only_its_own(tmp_path, capsys):
     assert {path.name for path in target.parent.iterdir()} == {"tiny"}
 
 
-def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("hf", "hf is there and no converted checkpoint.* remove it"),
+        ("empty", "empty is there and no converted checkpoint"),
+        ("link", "link is there and no converted checkpoint"),
+        ("tiny/deep/er", "deep/er must not lie in a converted checkpoint.* name a folder outside"),
+        ("n" * 300, "too long.*; choose another place"),
+        ("~no such user/x", "home directory.*; choose another place"),
+        ("nu\0l", "null byte; choose another place"),
+        ("hf/config.json/x", "config.json.* choose another place"),
+    ],
+)
+def test_places_where_nothing_can_be_written_are_told(
+    converted, tmp_path, monkeypatch, target, words
+):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "hf", TinyCheckpoint())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(converted)
+    (tmp_path / "tiny").symlink_to(converted)
+    before = sorted(tmp_path.rglob("*"))
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match=words):
+            convert(TINY, Path(target), overwrite=overwrite)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert leaves_of(open_checkpoint("tiny"))
 
-    monkeypatch.setattr(ocp.Checkpointer, "save", fail)
-    with pytest.raises(CheckpointError, match="No space left on device; free some space"):
-        convert(TINY, tmp_path / "tiny")
-    assert not list(tmp_path.iterdir())
+
+@pytest.mark.parametrize("model", ["n" * 300, "~no such user/x"])
+def test_a_model_that_is_no_path_at_all_is_told(model):
+    with pytest.raises(CheckpointError, match="model must be a name or a path"):
+        open_checkpoint(model)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_what_has_eight_bits_is_converted_again_without_loss(converted, tmp_path, dtype):
+    source = open_checkpoint(str(converted))
+    convert(source, tmp_path / "once", dtype=dtype)
+    convert(open_checkpoint(str(tmp_path / "once")), tmp_path / "again")
+    once, again = (leaves_of(open_checkpoint(str(tmp_path / name))) for name in ("once", "again"))
+    assert once.keys() == again.keys() and dtype in {str(leaf.dtype) for leaf in once.values()}
+    for path, leaf in once.items():
+        np.testing.assert_array_equal(again[path].view("u1"), leaf.view("u1"))
+
+
+@pytest.mark.parametrize("stage", ["save", "manifest"])
+@pytest.mark.parametrize("end", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_ends_half_way_leaves_nothing_behind(converted, tmp_path, monkeypatch, stage, end):
+    def fail(*_, **__):
+        raise end
+
+    shutil.copytree(converted, tmp_path / "tiny")
+    if stage == "save":
+        monkeypatch.setattr(ocp.Checkpointer, "save", fail)
+    else:
+        monkeypatch.setattr("jaxprefill.weights.convert.write_manifest", fail)
+    words = "No space left on device; free some space|^$"
+    with pytest.raises((CheckpointError, KeyboardInterrupt), match=words):
+        convert(TINY, tmp_path / "tiny", dtype="bfloat16", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    kept = open_checkpoint(str(tmp_path / "tiny"))
+    assert {str(leaf.dtype) for leaf in leaves_of(kept).values()} == {"float32"}
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = convert(
         open_checkpoint(args.source),
-        Path(args.target).expanduser(),
+        Path(args.target),
         dtype=args.dtype,
         overwrite=args.overwrite,
     )

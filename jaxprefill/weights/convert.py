@@ -38,7 +38,7 @@ def convert(
 
     Args:
         checkpoint: the model; it is held in memory once.
-        folder: what to make; its parent is made too.
+        folder: what to make, `~` allowed; its parent is made too.
         dtype: auto keeps every bit: arrays stay as they are read, float16 becomes float32. int8
             and float8_e4m3fn are those of the layers' matrices, as `quantized.kind_of` says; the
             rest stays as with auto.
@@ -48,7 +48,7 @@ def convert(
         ConfigError: the model cannot be quantised.
         CheckpointError: the model does not fit its architecture, or the folder cannot be written.
     """
-    _check_target(folder, overwrite=overwrite)
+    folder = _checked_target(folder, overwrite=overwrite)
     config = checkpoint.config
     if dtype in get_args(Quantization):
         config, dtype = replace(config, quantization=dtype), "auto"
@@ -89,12 +89,27 @@ def _cast(leaf: np.ndarray, dtype: StoredDType) -> np.ndarray:
     return leaf.astype(np.float32) if leaf.dtype == np.float16 else leaf
 
 
-def _check_target(folder: Path, *, overwrite: bool) -> None:
-    if not folder.exists() and not folder.is_symlink():
-        return
-    if not overwrite:
+def _checked_target(folder: Path, *, overwrite: bool) -> Path:
+    """Raises CheckpointError for a place that is taken, or where it would spoil a checkpoint."""
+    try:
+        folder = folder.expanduser()
+        inside = next(filter(is_converted, folder.resolve().parents), None)
+        is_taken = folder.exists() or folder.is_symlink()
+        is_own = is_converted(folder) and not folder.is_symlink()
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, no such user
+        raise CheckpointError(f"cannot write {folder}: {error}; choose another place") from error
+    if inside is not None:
+        raise CheckpointError(
+            f"{folder} must not lie in a converted checkpoint, which is refused if it holds more "
+            f"than its own files, but lies in {inside}; name a folder outside"
+        )
+    if is_taken and not is_own:
+        raise CheckpointError(
+            f"{folder} is there and no converted checkpoint, so it is not replaced; name another "
+            "folder, or remove it"
+        )
+    if is_taken and not overwrite:
         raise CheckpointError(
             f"{folder} must not exist yet; name another folder, or replace it with --overwrite"
         )
-    if not is_converted(folder) or folder.is_symlink():
-        raise CheckpointError(f"{folder} is no converted checkpoint, so it is not replaced")
+    return folder

@@ -20,6 +20,7 @@ from jaxprefill.tokenizer import Tokenizer, TokenizerParts
 
 MANIFEST, WEIGHTS = "manifest.json", "weights"
 _CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+_OF_ORBAX = "_CHECKPOINT_METADATA"
 _FORMAT = "jaxprefill checkpoint 1"
 _AGAIN = "convert the model again"
 
@@ -66,7 +67,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 def is_converted(folder: Path) -> bool:
     """Whether a folder is a converted checkpoint, or what is left of one."""
-    return (folder / MANIFEST).is_file()
+    return (folder / MANIFEST).is_file() or (folder / WEIGHTS / _OF_ORBAX).is_file()
 
 
 def write_model(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -183,7 +184,7 @@ def _require_known(written: Any, read: Any) -> None:
 
 
 def _files_of(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def _hashed(path: Path) -> HashedFile:

@@ -25,7 +25,13 @@ def open_checkpoint(model: str) -> Checkpoint:
     """
     if model == DEMO_NAME:
         return GgufCheckpoint(fetch_demo(), name=DEMO_NAME)
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, a user's home that is none
+        raise CheckpointError(
+            f"model must be a name or a path, got {model!r:.80}: {error!s:.200}; name another"
+        ) from error
     if path.is_dir() and is_converted(path):
         # Imported here alone: others need not wait for Orbax.
         return importlib.import_module("jaxprefill.weights.orbax").OrbaxCheckpoint(path)
