@@ -9,6 +9,7 @@ import lzma
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -183,6 +184,25 @@ def test_an_empty_file_gives_an_empty_file(tmp_path, suffix, unpack):
     for mode in ("new", "resume"):
         assert run(source, output, mode=mode).progress.num_lines == 0
         assert unpack(output.read_bytes()) == b""
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd.compress)]
+)
+@pytest.mark.parametrize("mode", ["new", "resume"])
+def test_a_large_file_is_not_held(tmp_path, suffix, pack, mode):
+    """Of 24 MB, less than a third at any time, packed or not, answered before or not."""
+    source, output = tmp_path / "in", tmp_path / f"out{suffix}"
+    lines = [request(str(i), method="GET", padding="a" * 2**16) for i in range(384)]
+    source.write_bytes(pack(jsonl(lines)))
+    if mode == "resume":
+        run(source, output)
+    tracemalloc.start()
+    try:
+        assert run(source, output, mode=mode).progress.num_failed == 384
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
 
 
 def test_answers_keep_their_order_and_the_window_its_bounds(files):

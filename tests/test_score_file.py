@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,8 @@ from jaxprefill.cli.main import main
 from jaxprefill.cli.score_file import labels_of
 from jaxprefill.config import ClassifierConfig
 from jaxprefill.errors import ConfigError
+from jaxprefill.offline.parquet import ParquetTable
+from jaxprefill.offline.window import Window
 from tests.fake_engine import FakeEngine
 from tests.tiny import tiny_config
 
@@ -347,6 +350,68 @@ def test_a_full_disk_is_told(score, suffix):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (status, "error: cannot write to out." in said) == (1, True), said
     assert not Path(f"out.{suffix}").exists()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "jsonl.gz"])
+def test_a_large_table_is_not_held(score, suffix):
+    """Of 24 MB, less than a third at any time."""
+    row, pack = "," + "a" * 2**16 + "\n", gzip.compress if suffix.endswith("gz") else bytes
+    if suffix != "csv":
+        row = json.dumps({"text": None, "a": "a" * 2**16}) + "\n"
+    Path(f"in.{suffix}").write_bytes(pack(("text,a\n" * (suffix == "csv") + row * 384).encode()))
+    tracemalloc.start()
+    try:
+        assert score("-i", f"in.{suffix}", "-o", f"out.{suffix}", "--perplexity")[0] == 0
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_row_group_is_not_held(score, monkeypatch):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("jaxprefill.offline.parquet._GROUP_BYTES", 2**20)
+    pads = [os.urandom(2**12) for _ in range(2**13)]
+    table = arrow.table({"text": arrow.nulls(len(pads), arrow.string()), "a": pads})
+    parquet.write_table(table, "in.pq", use_dictionary=False)
+    read, before, most = ParquetTable.read, arrow.total_allocated_bytes(), 0
+
+    def watched(self):
+        nonlocal most
+        found = read(self)
+        most = max(most, arrow.total_allocated_bytes() - before)
+        return found
+
+    monkeypatch.setattr(ParquetTable, "read", watched)
+    assert score("-i", "in.pq", "-o", "out.pq", "--perplexity")[0] == 0
+    assert 2**20 < most < 2**24  # of 2**25
+    assert parquet.read_table("out.pq")["a"].equals(table["a"])
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_rows_weigh_what_stands_beside_their_texts(score, suffix, monkeypatch):
+    monkeypatch.setattr(Window.__init__, "__defaults__", (3000,))  # of max_bytes
+    columns = {"text": ["ab"] * 40, "a": ["a" * 1000] * 40}
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").table(columns), "in.parquet"
+        )
+    elif suffix == "csv":
+        Path("in.csv").write_text(csv_text([columns, *zip(*columns.values(), strict=True)]))
+    else:
+        Path("in.jsonl").write_text((json.dumps({"text": "ab", "a": "a" * 1000}) + "\n") * 40)
+    most = 0
+
+    class Watched(FakeEngine):
+        def submit(self, requests):
+            nonlocal most
+            found = super().submit(requests)
+            most = max(most, len(self.running))
+            return found
+
+    argv = ("-i", f"in.{suffix}", "-o", f"out.{suffix}", "--perplexity")
+    assert score(*argv, engine=Watched())[0] == 0
+    assert most == 3
 
 
 def test_labels_keep_their_spaces_and_commas():

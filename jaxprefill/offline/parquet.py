@@ -15,6 +15,7 @@ from jaxprefill.offline.tables import Column, Row, TableWriter, Values
 _BATCH_ROWS = 256
 _GROUP_ROWS = 2**16
 _GROUP_BYTES = 2**26
+_READ_BYTES = 2**20  # of a column at once: otherwise a row group is read whole
 
 
 class ParquetTable:
@@ -32,7 +33,7 @@ class ParquetTable:
         self._arrow, parquet = _arrow()
         self.source = source
         try:
-            self._file = parquet.ParquetFile(path)
+            self._file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES)
         except (self._arrow.ArrowException, OSError) as error:
             raise ConfigError(f"{path} is no Parquet file: {error}") from error
         self._schema = self._file.schema_arrow
@@ -77,6 +78,7 @@ class ParquetTable:
                 number=number,
                 kept=batch if number == self._number else None,
                 position=size * number // total,
+                num_bytes=batch.nbytes // len(texts),
                 **_checked(text),
             )
             for number, text in enumerate(texts, first + 1)

@@ -231,8 +231,8 @@ class ScoringJob:
     ) -> None:
         found = Window[Row, _Scored](
             work=lambda row: self._score(session, row),
-            item_bytes=lambda row: len(row.text or ""),
-            result_bytes=lambda scored: 64 + 32 * len(scored.values),
+            item_bytes=lambda row: row.num_bytes,
+            result_bytes=lambda scored: scored.row.num_bytes + 32 * len(scored.values),
             max_items=window,
         )
         async with aclosing(self._rows()) as rows, aclosing(found.results(rows)) as results:

@@ -21,7 +21,7 @@ from jaxprefill.offline.output import LineOutput
 Values = Sequence[Any]
 
 _MAX_ROW_BYTES = 2**28
-_BATCH_ROWS = 256
+_BATCH_ROWS, _BATCH_BYTES = 256, 2**18
 _BOM = "\ufeff"
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -43,6 +43,7 @@ class Row:
         text: of the column that is asked for; None: null.
         kept: what its table needs to write it.
         position: bytes of the input that are read when it is.
+        num_bytes: what it weighs until it is written.
         problem: what is wrong with it, so that it is not scored.
     """
 
@@ -50,6 +51,7 @@ class Row:
     text: str | None
     kept: Any
     position: int
+    num_bytes: int
     problem: str | None = None
 
 
@@ -130,7 +132,8 @@ class JsonTable:
         return _JsonWriter(LineOutput(path, "overwrite"), columns)
 
     def _row(self, line: InputLine, number: int) -> Row:
-        row = Row(number=number, text=None, kept=b"{}", position=line.position)
+        num_bytes = len(line.text or b"")
+        row = Row(number=number, text=None, kept=b"{}", position=line.position, num_bytes=num_bytes)
         where = f"line {line.number}"
         if line.text is None:
             return replace(row, problem=f"{where} must be at most {_MAX_ROW_BYTES} bytes")
@@ -241,9 +244,11 @@ class CsvTable:
     def read(self) -> list[Row] | None:
         """The next rows."""
         rows: list[Row] = []
-        while len(rows) < _BATCH_ROWS and (found := self._fields()) is not None:
+        room = _BATCH_BYTES
+        while len(rows) < _BATCH_ROWS and room > 0 and (found := self._fields()) is not None:
             self._number += 1
             rows.append(self._row(*found))
+            room -= rows[-1].num_bytes
         return rows or None
 
     def writer(self, path: str, columns: Sequence[Column]) -> "TableWriter":
@@ -265,7 +270,14 @@ class CsvTable:
         except UnicodeEncodeError:
             problem = problem or f"{self._where()} must be UTF-8, but its text is not"
         text = text if problem is None else None
-        return Row(number=self._number, text=text, kept=fields, position=position, problem=problem)
+        return Row(
+            number=self._number,
+            text=text,
+            kept=fields,
+            position=position,
+            num_bytes=sum(map(len, fields)),
+            problem=problem,
+        )
 
     def _where(self) -> str:
         return f"line {self._reader.line_num - len(self._record) + 1}"
