@@ -1,16 +1,22 @@
-"""The examples in the docstring of `jaxprefill.offline` run as they stand, over the tiny engine."""
+"""Examples of docstrings and READMEs run as they stand, over the tiny engine; commands parse."""
 
+import importlib
 import inspect
 import math
 import re
+import shlex
 import sys
 import textwrap
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import jaxprefill
 import jaxprefill.offline
+from jaxprefill.cli.main import COMMANDS, load_command, make_parser
+from jaxprefill.offline import ray_data
 
 
 class TinyEngine:
@@ -25,6 +31,9 @@ class TinyEngine:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
+    def score(self, query, items, label_ids):
+        return self._engine.score(query, items, [id % 200 for id in label_ids])
+
     def rerank(self, query, documents):
         return [row[0] for row in self._engine.score(query, documents, [1, 2])]
 
@@ -35,11 +44,29 @@ class TinyEngine:
         pass
 
 
-BLOCKS = [
-    textwrap.dedent(block)
-    for block in re.findall(
-        r"(?:^    .*\n)+", inspect.cleandoc(jaxprefill.offline.__doc__) + "\n", re.M
-    )
+def blocks_of(text: str) -> list[str]:
+    """What is indented by four."""
+    found = re.findall(r"(?:^    .*\n)+", inspect.cleandoc(text) + "\n", re.M)
+    return [textwrap.dedent(block) for block in found]
+
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = blocks_of(jaxprefill.offline.__doc__)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+
+
+def commands_of(text: str) -> list[str]:
+    """`jaxprefill NAME …` of indented lines, with those that continue them."""
+    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+    found = [re.search(r"^ {2,}(?:.*/bin/)?jaxprefill ([a-z][^#|<>]*)", line) for line in lines]
+    return [match[1] for match in found if match]
+
+
+COMMAND_LINES = [
+    *commands_of(README),
+    *(re.findall(r"`jaxprefill ([^`]*)`", (ROOT / "checkpoints/README.md").read_text("utf-8"))),
+    *(line for name in COMMANDS for line in commands_of(load_command(name).epilog or "")),
 ]
 
 
@@ -49,16 +76,27 @@ def outcome(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(jaxprefill, "Engine", TinyEngine(engine), raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def run(index: int) -> dict:
+    def run(block: int | str) -> dict:
         names = {}
-        exec(BLOCKS[index], names)
+        exec(BLOCKS[block] if isinstance(block, int) else block, names)
         return names
 
     return run
 
 
 def test_there_are_five():
-    assert len(BLOCKS) == 5
+    assert (len(BLOCKS), len(PYTHON), len(COMMAND_LINES) > 30) == (5, 2, True)
+
+
+@pytest.mark.parametrize("line", sorted({line for line in COMMAND_LINES if " " in line.strip()}))
+def test_commands_parse(line):
+    make_parser().parse_args(shlex.split(line))
+
+
+def test_the_readme_runs(outcome, capsys):
+    names = outcome(PYTHON[0])
+    assert capsys.readouterr().out and len(names["completion"].logprobs) > 0
+    compile(PYTHON[1], "README.md", "exec")  # of several processes: tests/test_devices.py
 
 
 def test_a_guard_model_is_asked(outcome):
@@ -120,3 +158,24 @@ def test_ray_data_gets_perplexities(outcome, engine, monkeypatch):
     assert fake.written == ["out"]
     wanted = [math.exp(-np.mean(row[1:])) for row in engine.logprobs(["hello", "abc"])]
     np.testing.assert_allclose(fake.batch["perplexity"], wanted, rtol=1e-5)
+
+
+def test_the_docstring_of_ray_data_runs(engine, monkeypatch):
+    fake = FakeRay().read_parquet("")
+    monkeypatch.setattr(ray_data, "Engine", TinyEngine(engine))
+    (block,) = [text for text in blocks_of(ray_data.__doc__) if "map_batches" in text]
+    exec(block, {"dataset": fake, "ray": fake, "RayPredictor": ray_data.RayPredictor})
+    assert len(fake.batch["perplexity"]) == 2
+
+
+def test_the_docstring_of_ray_serve_runs(monkeypatch):
+    serve, name = mock.MagicMock(), "jaxprefill.remote.ray_serve"
+    monkeypatch.setitem(sys.modules, "ray.serve", serve)
+    monkeypatch.setitem(sys.modules, "ray", mock.MagicMock(serve=serve))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)  # it holds the mock
+    (block,) = blocks_of(module.__doc__)
+    exec(block, {"serve": serve, "deployment": module.deployment})
+    told = serve.deployment.return_value.options.call_args.kwargs
+    assert told["autoscaling_config"]["max_replicas"] == 4 and serve.run.called
