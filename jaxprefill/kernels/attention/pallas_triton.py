@@ -22,7 +22,7 @@ query row computes and stores what its tile's last live row does, and a stale pa
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,15 +35,20 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 from jaxprefill.kernels.attention.api import Attend, AttentionBackend, RaggedBatch
 from jaxprefill.kernels.attention.capabilities import CAUSAL, AttentionSpec, Capabilities
 from jaxprefill.kernels.attention.tiles import NO_ROW, TileShape, tile_capacity
+from jaxprefill.kernels.splits import (
+    LEAST_SUM,
+    LOWEST,
+    MASKED,
+    MAX_SPLITS,
+    MIN_SPLIT_BLOCKS,
+    launch_merge,
+    merge_splits,
+    share_blocks,
+)
 from jaxprefill.kernels.triton import LOG2_E, MIN_DOT, Ref, dot, power_of_two
 
-_MASKED = -1e30
-# Running maxima start above what masks a key: where none is visible yet, weights are zero.
-_LOWEST, _LEAST_SUM = -1e20, 1e-30
 _MAX_BLOCK_BYTES = 32768  # of keys: three blocks of keys and values fit in shared memory
 _WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
-_MAX_SPLITS = 16
-_MIN_SPLIT_BLOCKS = 4  # a split of fewer key blocks costs more than it saves
 # See `make_attend_to_heads`.
 AttendToHeads = Callable[
     [
@@ -258,7 +263,9 @@ def _attend(sizes: _Sizes, operands: _Operands) -> tuple[Array, Array, Array | N
     )
     out, rows, *parts = results
     if parts and arrivals is None:
-        out = _launch_merge(sizes, batch, parts, out)
+        merge = functools.partial(_merge_kernel, sizes=sizes)
+        grid = (sizes.num_tiles, out.shape[1])
+        out = launch_merge(merge, grid, batch, parts, out, interpret=sizes.interpret)
     return out, rows.reshape(pool.shape), parts[2] if len(parts) == 3 else None
 
 
@@ -267,10 +274,10 @@ def _num_splits(
 ) -> int:
     """Programs to share a tile's cached keys, from the tiles a full bucket has at least."""
     context = min(shape.pages_per_slot * page_size, spec.window or 2**31)
-    if context <= _MIN_SPLIT_BLOCKS * shape.block_k:
+    if context <= MIN_SPLIT_BLOCKS * shape.block_k:
         return 1
     programs = max(num_tokens // shape.tile_q, 1) * kv_heads
-    return min(power_of_two(max(_WANTED_PROGRAMS // programs, 1)), _MAX_SPLITS)
+    return min(power_of_two(max(_WANTED_PROGRAMS // programs, 1)), MAX_SPLITS)
 
 
 def _launch(sizes: _Sizes, operands: _Operands) -> tuple[Array, ...]:
@@ -299,19 +306,6 @@ def _launch(sizes: _Sizes, operands: _Operands) -> tuple[Array, ...]:
         name="ragged_paged_attention",
     )
     return tuple(call(*operands))
-
-
-def _launch_merge(sizes: _Sizes, batch: RaggedBatch, parts: Sequence[Array], out: Array) -> Array:
-    call = pl.pallas_call(
-        functools.partial(_merge_kernel, sizes=sizes),
-        grid=(sizes.num_tiles, out.shape[1]),
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-        input_output_aliases={len(jax.tree.leaves(batch)) + 2: 0},
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-        interpret=sizes.interpret,
-        name="merge_attention_splits",
-    )
-    return call(batch, *parts, out)
 
 
 def _kernel(
@@ -351,7 +345,7 @@ def _read_tile(batch: Any, index: Int32[Array, ""], sizes: _Sizes) -> _Tile:
         oldest = jnp.maximum(prefix + start - (sizes.spec.window - 1), 0)
         first_block = jnp.minimum(oldest, prefix) // sizes.block_k
     blocks = pl.cdiv(prefix, sizes.block_k) - first_block
-    split_blocks = jnp.maximum(pl.cdiv(blocks, sizes.num_splits), _MIN_SPLIT_BLOCKS)
+    split_blocks, num_splits = share_blocks(blocks, sizes.num_splits)
     return _Tile(
         number=index,
         slot=slot,
@@ -361,7 +355,7 @@ def _read_tile(batch: Any, index: Int32[Array, ""], sizes: _Sizes) -> _Tile:
         prefix=prefix,
         first_block=first_block,
         split_blocks=split_blocks,
-        num_splits=jnp.maximum(pl.cdiv(blocks, split_blocks), 1),
+        num_splits=num_splits,
     )
 
 
@@ -450,7 +444,7 @@ def _attend_tile(
 
     # The result, or this split's part of it.
     top, total, acc = carry
-    total = jnp.maximum(total, _LEAST_SUM)
+    total = jnp.maximum(total, LEAST_SUM)
     acc = acc / total[:, None]
     if sizes.num_splits == 1:
         refs.out[at, heads, :] = acc.astype(refs.out.dtype)
@@ -475,10 +469,10 @@ def _nothing_seen(
     zeros = jnp.zeros((sizes.num_rows,), jnp.float32)
     acc = jnp.zeros((sizes.num_rows, sizes.dim), jnp.float32)
     if refs.sinks is None:
-        return zeros + _LOWEST, zeros, acc
+        return zeros + LOWEST, zeros, acc
     sinks = refs.sinks[heads].astype(jnp.float32) * (LOG2_E / sizes.scale)
     total = zeros + (split == 0).astype(jnp.float32)
-    return jnp.where(total > 0, jnp.maximum(sinks, _LOWEST), _LOWEST), total, acc
+    return jnp.where(total > 0, jnp.maximum(sinks, LOWEST), LOWEST), total, acc
 
 
 def _merge_if_last(
@@ -490,7 +484,7 @@ def _merge_if_last(
     @pl.when(count_arrival(refs.arrivals, count, interpret=sizes.interpret) == tile.num_splits - 1)
     def _() -> None:
         refs.arrivals[count] = 0
-        merged = _merge(refs.parts, refs.weights, tile, at, heads)
+        merged = merge_splits(refs.parts, refs.weights, tile.num_splits, at, heads)
         refs.out[at, heads, :] = merged.astype(refs.out.dtype)
 
 
@@ -502,25 +496,6 @@ def count_arrival(arrivals: Ref, index: Any, *, interpret: bool) -> Int32[Array,
         return before
     plt.debug_barrier()
     return plt.atomic_add(arrivals, (index,), 1)
-
-
-def _merge(
-    parts: Ref, weights: Ref, tile: _Tile, at: Int32[Array, " rows"], heads: Any
-) -> Float[Array, "rows D"]:
-    """The mean of a tile's parts by their softmax sums, in the order of the splits."""
-
-    def add(split, carry):  # pyright: ignore
-        top, total, acc = carry
-        weight = weights[split, at, heads]
-        new_top = jnp.maximum(top, weight)
-        rescale, share = jnp.exp2(top - new_top), jnp.exp2(weight - new_top)
-        acc = acc * rescale[:, None] + parts[split, at, heads, :] * share[:, None]
-        return new_top, total * rescale + share, acc
-
-    zeros = jnp.zeros(at.shape, jnp.float32)
-    empty = (zeros + _MASKED, zeros, jnp.zeros((*at.shape, parts.shape[-1]), jnp.float32))
-    _, total, acc = lax.fori_loop(0, tile.num_splits, add, empty)
-    return acc / total[:, None]
 
 
 def _merge_kernel(
@@ -536,7 +511,8 @@ def _merge_kernel(
         @pl.when(tile.num_splits > 1)
         def _() -> None:
             at = tile.first + _last_live(tile, _iota(sizes.tile_q))
-            out[at, head, :] = _merge(parts, weights, tile, at, head).astype(out.dtype)
+            merged = merge_splits(parts, weights, tile.num_splits, at, head)
+            out[at, head, :] = merged.astype(out.dtype)
 
 
 def _cached_rows(refs: _Refs, tile: _Tile, block: Any, sizes: _Sizes) -> Int32[Array, " k"]:
@@ -568,7 +544,7 @@ def _online_softmax(
     if sizes.spec.soft_cap is not None:  # the cap itself is part of the scale
         scores = jnp.tanh(scores * (sizes.score_scale / sizes.spec.soft_cap))
     if visible is not None:
-        scores = jnp.where(visible, scores, _MASKED)
+        scores = jnp.where(visible, scores, MASKED)
     new_top = jnp.maximum(top, scores.max(1))
     weights = jnp.exp2(scores * scale - (new_top * scale)[:, None])
     rescale = jnp.exp2((top - new_top) * scale)
