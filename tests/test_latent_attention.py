@@ -12,9 +12,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from benchmarks.context_memory import PAGE, flash_config, input_shapes
 from jaxprefill.cache.kv_cache import pool_shapes
-from jaxprefill.kernels.attention import RaggedBatch
-from jaxprefill.kernels.attention.tiles import plan_tiles
-from jaxprefill.kernels.latent_attention import choose_latent_tiles, lacks_attend_latent
+from jaxprefill.kernels.latent_attention import (
+    attend_latent,
+    choose_latent_tiles,
+    lacks_attend_latent,
+    most_keys,
+)
+from jaxprefill.kernels.latent_attention.cases import LATENT_CASES, make_latent_inputs
+from jaxprefill.kernels.latent_attention.reference import reference_latent_attention
 from jaxprefill.models.deepseek_v4.attend import Seen, attend_in_kernel, attend_tile, by_tile
 from jaxprefill.models.deepseek_v4.layer import DeepseekV4Layer, cache_spec
 from jaxprefill.models.deepseek_v4.pages import PagedPool
@@ -27,89 +32,79 @@ QUICK = {"xla_backend_optimization_level": 0} if IS_CPU else {}
 CUDA = AbstractMesh(
     (), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda")
 )
-Q_LENS, KV_LENS, Q_STARTS, TOKENS, REAL = (9, 1, 0), (300, 7, 0), (0, 9, 10), 13, 10
-HEADS, DIM, REACH, TILE_Q, TOP_K, FIRST_PAGE = 18, 16, 21, 4, 20, 2
-NOWHERE = 10**6  # what stale columns of page tables hold
+LIMITS = {"float32": 1e-6, "bfloat16": 5e-3}  # of the error's norm over the result's
+QUICK_CASES = {"sparse_in_three_splits", "decode_1", "decode_16"}  # a layout, and split lists
 
 
-def batch_of(page_size):
-    """Two requests and a sentinel; pages in no order."""
-    rng, (slots, starts) = np.random.default_rng(0), plan_tiles(Q_LENS, TILE_Q)
-    columns = (Q_LENS[0] + REACH) // page_size + 2
-    pages = np.full((3, -(-KV_LENS[0] // page_size)), NOWHERE)
-    recent = np.full((3, columns), NOWHERE)
-    free = list(rng.permutation(pages.size + columns * 3))
-    for slot, kv_len in enumerate(KV_LENS):
-        used = -(-kv_len // page_size)
-        pages[slot, :used] = [free.pop() for _ in range(used)]
-        oldest = max(0, kv_len - Q_LENS[slot] - REACH + 1) // page_size
-        for page in range(oldest, used):
-            recent[slot, page % columns] = free.pop()
-    return RaggedBatch(
-        kv_rows=jnp.zeros(TOKENS, jnp.int32),
-        q_lens=jnp.array(Q_LENS, jnp.int32),
-        kv_lens=jnp.array(KV_LENS, jnp.int32),
-        q_starts=jnp.array(Q_STARTS, jnp.int32),
-        page_table=jnp.array(pages, jnp.int32),
-        tile_slot=jnp.array([*slots, 0, 0], jnp.int32),
-        tile_start=jnp.array([*starts, 0, 0], jnp.int32),
-        num_tiles=jnp.int32(len(slots)),
-        recent_table=jnp.array(recent, jnp.int32),
-    )
+def tiles_of(case, inputs, dtype):
+    """What is chosen for the case's shape, with the case's own number of splits."""
+    most = most_keys(inputs.keys, inputs.batch)
+    tiles = choose_latent_tiles(case.num_tokens, case.num_heads, most, dtype)
+    return tiles._replace(splits=case.splits or tiles.splits)
 
 
-def pool_of(table, page_size, rate, counts, rng):
-    """NaN but for each request's rows from its count's first to its last."""
-    rows = max(page_size // rate, 1)
-    array = np.full((1, 1, FIRST_PAGE + 400, rows, DIM), np.nan, np.float32)
-    for slot, numbers in enumerate(counts):
-        last = (np.array(numbers, int) + 1) * rate - 1
-        page = np.array(table)[slot, last // page_size % table.shape[1]]
-        row = last % page_size // min(rate, page_size)
-        array[0, 0, FIRST_PAGE + page, row] = rng.normal(size=(len(last), DIM))
-    return PagedPool(jnp.array(array), jnp.int32(FIRST_PAGE), page_size)
+def attend(case, inputs, dtype):
+    """The kernel's rows of real tokens."""
+    tiles = tiles_of(case, inputs, dtype)
+    own = partial(attend_latent, tile_q=case.tile_q, tiles=tiles, interpret=IS_CPU)
+    call = jax.jit(lambda q, *others: own(q, inputs.keys, *others), compiler_options=QUICK)
+    out = call(inputs.q, inputs.sinks, inputs.batch)
+    return np.asarray(out, np.float64)[: case.num_real_tokens]
 
 
-def seen_of(kind, batch, page_size, rng):
-    """(what queries see, the entries chosen for each)."""
-    firsts = [max(0, kv - q - REACH + 1) for q, kv in zip(Q_LENS, KV_LENS, strict=True)]
-    own = [range(*pair) for pair in zip(firsts, KV_LENS, strict=True)]
-    window = pool_of(batch.recent_table, page_size, 1, own, rng)
-    rate = 4 if kind == "sparse" else 8
-    entries = pool_of(batch.page_table, page_size, rate, [range(kv // rate) for kv in KV_LENS], rng)
-    seen = Seen(window, REACH, entries, rate)
-    if kind == "heavy":
-        return seen, None
-    chosen = np.full((TOKENS, TOP_K), KV_LENS[0] // rate)
-    for query in range(REAL):
-        slot = 0 if query < Q_LENS[0] else 1
-        count = (KV_LENS[slot] - Q_LENS[slot] + query - Q_STARTS[slot] + 1) // rate
-        best = rng.permutation(count)[:TOP_K]
-        chosen[query, : len(best)] = best
-    chosen[REAL:] = -NOWHERE
-    return seen, jnp.array(chosen, jnp.int32)
-
-
+@pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(
-    ("kind", "page_size"), [("sparse", 16), pytest.param("heavy", 4, marks=pytest.mark.slow)]
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if str(case) in QUICK_CASES else pytest.mark.slow)
+        for case in LATENT_CASES
+    ],
 )
-def test_the_kernel_equals_plain_jax_and_nothing_stale_is_read(kind, page_size):
-    rng, batch = np.random.default_rng(1), batch_of(page_size)
-    seen, chosen = seen_of(kind, batch, page_size, rng)
-    q = jnp.array(rng.normal(size=(TOKENS, HEADS, DIM)), jnp.float32).at[REAL:].set(jnp.nan)
-    sinks = jnp.array(rng.normal(size=HEADS), jnp.float32)
+def test_the_kernel_equals_the_reference_and_nothing_stale_is_read(case, dtype):
+    inputs = make_latent_inputs(case, dtype)
+    wanted = reference_latent_attention(*inputs)[: case.num_real_tokens]
+    error = np.linalg.norm(attend(case, inputs, jnp.dtype(dtype)) - wanted)
+    assert error <= LIMITS[dtype] * np.linalg.norm(wanted)
+
+
+def test_decode_splits_long_lists_and_prefill_none():
+    splits = {}
+    for case in LATENT_CASES:
+        inputs = make_latent_inputs(case, jnp.float32)
+        splits[case.name] = tiles_of(case, inputs, jnp.float32).splits
+    assert splits == {
+        "sliding": 1, "sparse": 1, "heavy": 1, "sparse_in_three_splits": 3, "decode_sliding": 1,
+        "decode_1": 15, "decode_1_chosen": 8, "decode_16": 8, "decode_64": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sparse", pytest.param("heavy", marks=pytest.mark.slow)])
+def test_a_model_attends_as_the_reference_in_a_kernel_and_in_plain_jax(name):
+    [case] = [case for case in LATENT_CASES if case.name == name]
+    inputs = make_latent_inputs(case, jnp.float32)
+    q, keys, sinks, batch = inputs
+    pools = [
+        PagedPool(pages.keys[None, None], pages.first_page, pages.page_size)
+        for pages in (keys.window, keys.entries)
+    ]
+    seen = Seen(pools[0], keys.reach, pools[1], keys.entries.rate)
 
     @partial(jax.jit, compiler_options=QUICK)
-    def both(q, batch, chosen):
-        def plain(tile):
-            own = None if chosen is None else chosen[tile.row]
-            return attend_tile(tile.take(q), seen, sinks, tile, chosen=own).reshape(TILE_Q, -1)
+    def both(q, batch):
+        def of_tile(tile):
+            chosen = None if keys.chosen is None else keys.chosen[tile.row]
+            out = attend_tile(tile.take(q), seen, sinks, tile, chosen=chosen)
+            return out.reshape(case.tile_q, -1)
 
-        ours = attend_in_kernel(q, seen, sinks, batch, TILE_Q, chosen=chosen, interpret=IS_CPU)
-        return ours, by_tile(batch, TILE_Q, HEADS * DIM, plain).reshape(q.shape)
+        plain = by_tile(batch, case.tile_q, case.num_heads * case.dim, of_tile)
+        options = {"chosen": keys.chosen, "interpret": IS_CPU}
+        ours = attend_in_kernel(q, seen, sinks, batch, case.tile_q, **options)
+        return ours, plain.reshape(q.shape)
 
-    found, wanted = both(q, batch, chosen)
-    np.testing.assert_allclose(found[:REAL], wanted[:REAL], atol=1e-5)
+    real = case.num_real_tokens
+    wanted = reference_latent_attention(*inputs)
+    for found in both(q, batch):
+        np.testing.assert_allclose(found[:real], wanted[:real], atol=1e-5)
 
 
 def lowered_layer(kind, tokens):
@@ -135,22 +130,34 @@ def lowered_layer(kind, tokens):
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens", "kernels"), [("sliding", 1, 3), ("sparse", 8192, 4), ("heavy", 64, 3)]
+    ("kind", "tokens", "kernels"), [("sliding", 1, 3), ("sparse", 8192, 4), ("heavy", 64, 4)]
 )
 def test_a_layer_is_kernels_and_no_loop_on_cuda(kind, tokens, kernels):
-    """Attention, two of the experts, and where entries are chosen, one more."""
+    """Attention, two of the experts; one more where entries are chosen or keys are shared."""
     text = lowered_layer(kind, tokens)
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == kernels
     assert "stablehlo.while" not in text
 
 
-def test_few_tokens_share_their_heads_out_among_programs():
-    assert [choose_latent_tiles(count, 64, jnp.bfloat16).heads for count in (1, 64, 256)] == [
-        16,
-        16,
-        64,
-    ]
-    assert choose_latent_tiles(8192, 4, jnp.bfloat16).heads == 16
-    assert choose_latent_tiles(8192, 64, jnp.float32).heads == 16
+def test_few_tokens_share_out_their_keys_then_their_heads():
+    def chosen(tokens, keys, heads=64):
+        return choose_latent_tiles(tokens, heads, keys, jnp.bfloat16)[:3]
+
+    window, sparse, heavy = 128, 128 + 512, 128 + 8192
+    assert [chosen(count, heavy) for count in (1, 8, 16, 64)] == [
+        (16, 32, 16), (64, 32, 16), (64, 32, 8), (64, 32, 2),
+    ]  # fmt: skip
+    assert [chosen(count, sparse) for count in (1, 16, 64)] == [
+        (16, 32, 5), (32, 32, 5), (64, 32, 2),
+    ]  # fmt: skip
+    assert [chosen(count, window) for count in (1, 64, 256)] == [
+        (16, 32, 1), (32, 32, 1), (64, 32, 1),
+    ]  # fmt: skip
+    assert chosen(128, heavy) == chosen(8192, heavy) == (64, 32, 1), "prefill"
+    assert chosen(8192, heavy, heads=4) == (16, 32, 1)
+    assert choose_latent_tiles(8192, 64, heavy, jnp.float32)[:3] == (16, 16, 1)
+
+
+def test_latents_are_powers_of_two():
     assert lacks_attend_latent(512) is None
     assert "dimensions, not 96" in lacks_attend_latent(96)

@@ -16,6 +16,7 @@ from jaxprefill.kernels.decoder_layer import gemm
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.kernels.experts import pallas_triton
 from jaxprefill.kernels.latent_attention import pallas_triton as latent
+from jaxprefill.kernels.splits import merge_splits
 from jaxprefill.kernels.top_k import pallas_triton as top_k
 from jaxprefill.plan import make_plan
 from tests.test_choose_entries import flash_config
@@ -77,9 +78,14 @@ def test_wrong_experts_are_named(monkeypatch):
 def test_wrong_latent_attention_is_named(monkeypatch):
     check = partial(self_check.check_latent_attention, num_heads=2, dim=16, interpret=True)
     check(jnp.dtype("bfloat16"))
-    monkeypatch.setattr(latent, "LOG2_E", 1.45)
-    with pytest.raises(KernelError, match=r"pallas_triton latent attention.*float32.*within"):
-        check(FLOAT32)
+    for name, wrong in {
+        "merge_splits": lambda *parts: merge_splits(*parts) * 1.01,  # none but decode's
+        "LOG2_E": 1.45,
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(latent, name, wrong)
+            with pytest.raises(KernelError, match=r"latent attention.*float32.*within"):
+                check(FLOAT32)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxprefill.errors import KernelError
 from jaxprefill.kernels.attention import CAUSAL, AttentionBackend, AttentionSpec, RaggedBatch
@@ -26,11 +26,9 @@ from jaxprefill.kernels.decoder_layer.select import (
     choose_tiles,
 )
 from jaxprefill.kernels.experts import ExpertWeights, GroupedExperts, combine, plan_blocks
-from jaxprefill.kernels.latent_attention import (
-    LatentKeys,
-    attend_latent,
-    choose_latent_tiles,
-)
+from jaxprefill.kernels.latent_attention import attend_latent, choose_latent_tiles
+from jaxprefill.kernels.latent_attention.cases import LatentCase, make_latent_inputs
+from jaxprefill.kernels.latent_attention.reference import reference_latent_attention
 from jaxprefill.kernels.top_k import ChoiceTiles, EntryPages, choose_entries
 
 _LIMITS = {"float32": 1e-4, "bfloat16": 1e-2}  # of the error's norm over the result's
@@ -161,55 +159,21 @@ def check_choice(dtype: jnp.dtype, *, interpret: bool = False) -> None:
 def check_latent_attention(
     dtype: jnp.dtype, *, num_heads: int, dim: int, interpret: bool = False
 ) -> None:
-    """A window and chosen entries, by programs with few heads and with many.
+    """A window and chosen entries, by programs with few heads and many, and by splits of keys.
 
     Raises:
         KernelError: names the kernel, its error and the limit.
     """
-    tokens, length, page_size, rate, reach, top_k = 8, 256, 32, 4, 100, 40
-    rng, none = np.random.default_rng(3), jnp.zeros(1, jnp.int32)
-
-    def draw(*shape: int) -> Float[Array, "..."]:
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    q, sinks = draw(tokens, num_heads, dim) * (4 * dim**-0.5), draw(num_heads)
-    latents = [draw(8, page_size, dim), draw(8, page_size // rate, dim)]
-    position = np.arange(length - tokens, length)[:, None]
-    chosen = np.stack([rng.permutation(seen)[:top_k] for seen in (position[:, 0] + 1) // rate])
-    pages = rng.permutation(8)
-    table = jnp.asarray(pages[None], jnp.int32)
-    batch = RaggedBatch(
-        kv_rows=none, q_lens=none + tokens, kv_lens=none + length, q_starts=none,
-        page_table=table, tile_slot=none, tile_start=none, num_tiles=jnp.int32(1),
+    case = LatentCase(
+        name="chunk", q_lens=(8,), kv_lens=(256,), num_tokens=8, tile_q=8, page_size=32,
+        num_heads=num_heads, dim=dim, reach=100, rate=4, top_k=40,
     )  # fmt: skip
-    window, entries = (
-        EntryPages(one, jnp.int32(0), page_size, each)
-        for one, each in zip(latents, (1, rate), strict=True)
-    )
-    keys = LatentKeys(window, table, reach, entries, jnp.asarray(chosen, jnp.int32))
-    distance = position - np.arange(length)
-    is_chosen = (chosen[..., None] == np.arange(length // rate)).any(1)
-    is_seen = np.concatenate([(distance >= 0) & (distance < reach), is_chosen], axis=1)
-    values = jnp.concatenate([one[pages].reshape(-1, dim) for one in latents])
-    expected = jax.jit(_plain_latent_attention)(q, values, sinks, is_seen)
-    for tiles in {choose_latent_tiles(count, num_heads, dtype) for count in (1, 8192)}:
-        attend = partial(attend_latent, tile_q=tokens, tiles=tiles, interpret=interpret)
+    q, keys, sinks, batch = make_latent_inputs(case, dtype)
+    expected = jnp.asarray(reference_latent_attention(q, keys, sinks, batch), jnp.float32)
+    for tiles in {choose_latent_tiles(count, num_heads, 8192, dtype) for count in (1, 16, 8192)}:
+        attend = partial(attend_latent, tile_q=case.tile_q, tiles=tiles, interpret=interpret)
         found = jax.jit(lambda q, *others, run=attend: run(q, keys, *others))(q, sinks, batch)
         _compare("pallas_triton latent attention", found, expected, dtype)
-
-
-def _plain_latent_attention(
-    q: Float[Array, "T H D"],
-    values: Float[Array, "S D"],
-    sinks: Float[Array, " H"],
-    is_seen: Bool[Array, "T S"],
-) -> Float[Array, "T H D"]:
-    q, values, sinks = (x.astype(jnp.float32) for x in (q, values, sinks))
-    with jax.default_matmul_precision("highest"):
-        scores = jnp.where(is_seen[:, None], jnp.einsum("thd,sd->ths", q, values), -jnp.inf)
-        sink = jnp.broadcast_to(sinks[:, None], (*scores.shape[:2], 1))
-        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=2), axis=2)[..., :-1]
-        return jnp.einsum("ths,sd->thd", weights, values)
 
 
 def _attend(

@@ -6,6 +6,7 @@ from jaxprefill.kernels.latent_attention.pallas_triton import (
     attend_latent,
     choose_latent_tiles,
     lacks_attend_latent,
+    most_keys,
 )
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "attend_latent",
     "choose_latent_tiles",
     "lacks_attend_latent",
+    "most_keys",
 ]

@@ -1,4 +1,4 @@
-"""Latent attention in one Pallas/Triton launch: NVIDIA GPUs from Ampere on.
+"""Latent attention in Pallas/Triton: NVIDIA GPUs from Ampere on.
 
 A program takes one token and a block of heads, whose rows share every key it reads:
 
@@ -7,6 +7,9 @@ A program takes one token and a block of heads, whose rows share every key it re
 A key is the value too, so that it is read once for both products. Sums begin with the sink, a key
 without a value. Keys lie in pages and are read by row, a block ahead of their use. Nothing is
 masked on load: an index past the end repeats the last live one, so that stale pages are not read.
+
+Where few tokens face many keys, several programs share a token's blocks of them, the window's and
+then the entries' (see `splits`): the first has the sink, and a second launch adds the parts.
 """
 
 import functools
@@ -21,11 +24,20 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from jaxprefill.kernels.attention import RaggedBatch
+from jaxprefill.kernels.splits import (
+    LEAST_SUM,
+    LOWEST,
+    MASKED,
+    MAX_SPLITS,
+    MIN_SPLIT_BLOCKS,
+    launch_merge,
+    merge_splits,
+    share_blocks,
+)
 from jaxprefill.kernels.top_k import EntryPages
 from jaxprefill.kernels.triton import LOG2_E, MIN_DOT, Ref, dot, power_of_two
 
-_MASKED = -1e30
-_WANTED_PROGRAMS = 132  # one for each of an H200's multiprocessors
+_WANTED_PROGRAMS = 128  # about one for each of an H200's 132 multiprocessors
 # Largest score so far, sum of weights, weighted sum of values.
 Carry = tuple[Float32[Array, " h"], Float32[Array, " h"], Float32[Array, "h D"]]
 # Block number -> rows of its keys, and whether the token sees them.
@@ -38,10 +50,12 @@ class LatentTiles(NamedTuple):
     Attributes:
         heads: of a program.
         block: keys that are read at once.
+        splits: of a token's keys, at most; any number.
     """
 
     heads: int
     block: int
+    splits: int
     num_warps: int
     num_stages: int = 2
 
@@ -83,6 +97,10 @@ class _Sizes(NamedTuple):
     entries: _Layout | None
     top_k: int | None
 
+    @property
+    def head_blocks(self) -> int:
+        return pl.cdiv(self.num_heads, self.tiles.heads)
+
 
 class _Operands(NamedTuple):
     """Arrays, and references to them in the kernel; None: not part of it."""
@@ -98,12 +116,25 @@ class _Operands(NamedTuple):
     chosen: Any = None  # [T, k]
 
 
+class _Results(NamedTuple):
+    """References."""
+
+    out: Ref  # [T, H, D], in the place of q
+    parts: Ref = None  # [splits, T, H, D], float32
+    weights: Ref = None  # [splits, T, H]
+
+
 class _Token(NamedTuple):
-    """Whom a program works for."""
+    """Whom a program works for, and how its keys are shared."""
 
     slot: Int32[Array, ""]
     row: Int32[Array, ""]
     position: Int32[Array, ""]
+    seen: Int32[Array, ""]  # entries of the request that it may see
+    window_blocks: Int32[Array, ""]  # of keys
+    blocks: Int32[Array, ""]  # those, and the entries' behind them
+    split_blocks: Int32[Array, ""]
+    num_splits: Int32[Array, ""]  # splits that have any
 
 
 def lacks_attend_latent(dim: int) -> str | None:
@@ -113,14 +144,21 @@ def lacks_attend_latent(dim: int) -> str | None:
     return None
 
 
-def choose_latent_tiles(num_tokens: int, num_heads: int, dtype: Any) -> LatentTiles:
-    """Many heads share what they read, unless too few programs were left."""
+def choose_latent_tiles(num_tokens: int, num_heads: int, num_keys: int, dtype: Any) -> LatentTiles:
+    """Many heads share what they read; few tokens share out their keys first, then their heads.
+
+    `num_keys` are the most that a token sees.
+    """
     if jnp.dtype(dtype).itemsize > 2:  # no tensor cores, and twice the bytes
-        return LatentTiles(heads=MIN_DOT, block=16, num_warps=4)
-    heads = min(max(power_of_two(num_heads), MIN_DOT), 64)
-    while heads > MIN_DOT and num_tokens * pl.cdiv(num_heads, heads) < _WANTED_PROGRAMS:
+        heads, block = MIN_DOT, 16
+    else:
+        heads, block = min(max(power_of_two(num_heads), MIN_DOT), 64), 32
+    programs = num_tokens * pl.cdiv(num_heads, heads)
+    most = min(num_keys // (block * MIN_SPLIT_BLOCKS), MAX_SPLITS)
+    splits = max(min(_WANTED_PROGRAMS // programs, most), 1)
+    while heads > MIN_DOT and splits * num_tokens * pl.cdiv(num_heads, heads) < _WANTED_PROGRAMS:
         heads //= 2
-    return LatentTiles(heads, block=32, num_warps=8 if heads > 32 else 4)
+    return LatentTiles(heads, block, splits, num_warps=8 if heads > 32 else 4)
 
 
 def attend_latent(
@@ -141,12 +179,12 @@ def attend_latent(
         sinks: one score a head.
         batch: whose tiles have `tile_q` tokens.
         tile_q: see `TileShape`.
-        tiles: None: as `choose_latent_tiles` says.
+        tiles: None: as `choose_latent_tiles` says of this shape.
         interpret: runs it on any device, slowly.
     """
     num_heads, dim = q.shape[1:]
     dtype, entries = keys.window.keys.dtype, keys.entries
-    tiles = tiles or choose_latent_tiles(len(q), num_heads, dtype)
+    tiles = tiles or choose_latent_tiles(len(q), num_heads, most_keys(keys, batch), dtype)
     sizes = _Sizes(
         tiles=tiles,
         tile_q=tile_q,
@@ -168,25 +206,77 @@ def attend_latent(
         entries_page=None if entries is None else entries.first_page.reshape(1),
         chosen=keys.chosen,
     )
+    return _launch(sizes, operands, interpret=interpret)
+
+
+def _launch(sizes: _Sizes, operands: _Operands, *, interpret: bool) -> Float[Array, "T H D"]:
+    q, tiles, tile_list = operands.q, sizes.tiles, operands.batch.tile_slot
+    shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if tiles.splits > 1:
+        part = (tiles.splits, *q.shape)
+        shapes += [jax.ShapeDtypeStruct(size, jnp.float32) for size in (part, part[:-1])]
+    tokens = (sizes.tile_q, len(tile_list))  # see `_for_token`
     call = pl.pallas_call(
         functools.partial(_kernel, sizes=sizes),  # fresh: jax #40847
-        grid=(pl.cdiv(num_heads, tiles.heads), tile_q, len(batch.tile_slot)),
-        out_shape=jax.ShapeDtypeStruct(q.shape, dtype),
+        grid=(sizes.head_blocks * tiles.splits, *tokens),
+        out_shape=shapes,
         input_output_aliases={0: 0},  # the result takes the place of q
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="latent_attention",
     )
-    return call(operands)
+    out, *parts = call(operands)
+    if not parts:
+        return out
+    merge, grid = functools.partial(_merge_kernel, sizes=sizes), (sizes.num_heads, *tokens)
+    return launch_merge(merge, grid, operands.batch, parts, out, interpret=interpret)
+
+
+def most_keys(keys: LatentKeys, batch: RaggedBatch) -> int:
+    """The most that a token of this shape can see."""
+    if keys.entries is None:
+        return keys.reach
+    if keys.chosen is not None:
+        return keys.reach + keys.chosen.shape[1]
+    return keys.reach + batch.page_table.shape[1] * keys.entries.page_size // keys.entries.rate
 
 
 def _layout(pages: EntryPages) -> _Layout:
     return _Layout(pages.page_size, pages.keys.shape[1], pages.rate)
 
 
-def _kernel(operands: Any, out: Ref, *, sizes: _Sizes) -> None:
-    batch = operands.batch
-    block, offset, tile = (pl.program_id(axis) for axis in range(3))
+def _kernel(operands: Any, *results: Ref, sizes: _Sizes) -> None:
+    block = pl.program_id(0) % sizes.head_blocks
+    split = pl.program_id(0) // sizes.head_blocks
+
+    def attend(token: _Token) -> None:
+        @pl.when(split < token.num_splits)
+        def _() -> None:
+            first = block * sizes.tiles.heads
+            _attend(operands, _Results(*results), token, first, split, sizes)
+
+    _for_token(operands.batch, attend, sizes)
+
+
+def _merge_kernel(
+    batch: Any, parts: Ref, weights: Ref, out_in: Ref, out: Ref, *, sizes: _Sizes
+) -> None:
+    """One token and one head."""
+    head = pl.program_id(0)
+
+    def merge(token: _Token) -> None:
+        @pl.when(token.num_splits > 1)
+        def _() -> None:
+            at = token.row[None]
+            merged = merge_splits(parts, weights, token.num_splits, at, head)
+            out[at, head, :] = merged.astype(out.dtype)
+
+    _for_token(batch, merge, sizes)
+
+
+def _for_token(batch: Any, work: Callable[[_Token], None], sizes: _Sizes) -> None:
+    """`work` on the token that the last two axes of the grid number, if there is one."""
+    offset, tile = pl.program_id(1), pl.program_id(2)
 
     @pl.when(tile < batch.num_tiles[0])
     def _() -> None:
@@ -195,16 +285,33 @@ def _kernel(operands: Any, out: Ref, *, sizes: _Sizes) -> None:
         @pl.when(at < batch.q_lens[slot])
         def _() -> None:
             position = batch.kv_lens[slot] - batch.q_lens[slot] + at
-            token = _Token(slot, batch.q_starts[slot] + at, position)
-            _attend(operands, out, token, block * sizes.tiles.heads, sizes)
+            block = sizes.tiles.block
+            window_blocks = pl.cdiv(jnp.minimum(position + 1, sizes.reach), block)
+            seen = jnp.int32(0)
+            if sizes.entries is not None:
+                seen = (position + 1) // sizes.entries.rate
+            count = seen if sizes.top_k is None else jnp.minimum(seen, sizes.top_k)
+            blocks = window_blocks + pl.cdiv(count, block)
+            shares = share_blocks(blocks, sizes.tiles.splits)
+            row = batch.q_starts[slot] + at
+            work(_Token(slot, row, position, seen, window_blocks, blocks, *shares))
 
 
-def _attend(operands: Any, out: Ref, token: _Token, first: Int32[Array, ""], sizes: _Sizes) -> None:
-    """The heads from `first` on of one token."""
+def _attend(
+    operands: Any,
+    results: _Results,
+    token: _Token,
+    first: Int32[Array, ""],
+    split: Int32[Array, ""],
+    sizes: _Sizes,
+) -> None:
+    """The heads from `first` on of one token, and one split of its keys."""
     heads = jnp.minimum(first + lax.iota(jnp.int32, sizes.tiles.heads), sizes.num_heads - 1)
     q = operands.q[token.row, heads, :]
-    top = operands.sinks[heads] * LOG2_E
-    carry = (top, jnp.ones_like(top), jnp.zeros((sizes.tiles.heads, sizes.dim), jnp.float32))
+    sinks = jnp.maximum(operands.sinks[heads] * LOG2_E, LOWEST)
+    total = jnp.zeros_like(sinks) + (split == 0).astype(jnp.float32)  # the sink's
+    top = jnp.where(total > 0, sinks, LOWEST)
+    carry = (top, total, jnp.zeros((sizes.tiles.heads, sizes.dim), jnp.float32))
 
     def in_window(block: Int32[Array, ""]) -> tuple[Int32[Array, " k"], Bool[Array, " k"]]:
         oldest = jnp.maximum(token.position - sizes.reach + 1, 0)
@@ -213,27 +320,42 @@ def _attend(operands: Any, out: Ref, token: _Token, first: Int32[Array, ""], siz
         pages = operands.recent_table, operands.window_page
         return _rows(pages, token.slot, known, sizes.window), key <= token.position
 
-    count = jnp.minimum(token.position + 1, sizes.reach)
-    carry = _fold(q, operands.window, carry, count, in_window, sizes)
+    begin = split * token.split_blocks
+    end = jnp.minimum(begin + token.split_blocks, token.blocks)
+    own = begin, jnp.minimum(end, token.window_blocks)
+    carry = _fold(q, operands.window, carry, own, in_window)
     if sizes.entries is not None:
-        seen = (token.position + 1) // sizes.entries.rate
-        count = seen if sizes.top_k is None else jnp.minimum(seen, sizes.top_k)
-        locate = functools.partial(_locate_entries, operands, token, seen, sizes)
-        carry = _fold(q, operands.entries, carry, count, locate, sizes)
-    _, total, value = carry
-    out[token.row, heads, :] = (value / total[:, None]).astype(out.dtype)
+        own = jnp.maximum(begin - token.window_blocks, 0), end - token.window_blocks
+        locate = functools.partial(_locate_entries, operands, token, sizes)
+        carry = _fold(q, operands.entries, carry, own, locate)
+
+    # The result, or this split's part of it.
+    top, total, value = carry
+    total = jnp.maximum(total, LEAST_SUM)
+    value = value / total[:, None]
+    if sizes.tiles.splits == 1:
+        results.out[token.row, heads, :] = value.astype(results.out.dtype)
+        return
+
+    @pl.when(token.num_splits == 1)
+    def _() -> None:
+        results.out[token.row, heads, :] = value.astype(results.out.dtype)
+
+    @pl.when(token.num_splits > 1)
+    def _() -> None:
+        results.parts[split, token.row, heads, :] = value
+        results.weights[split, token.row, heads] = top + jnp.log2(total)
 
 
 def _locate_entries(
     operands: Any,
     token: _Token,
-    seen: Int32[Array, ""],
     sizes: _Sizes,
     block: Int32[Array, ""],
 ) -> tuple[Int32[Array, " k"], Bool[Array, " k"]]:
-    """A block of the token's own entries, or of all; it sees the first `seen` of a request."""
+    """A block of the token's own entries, or of all; it sees the first ones of a request."""
     assert sizes.entries is not None, "there are entries"
-    rate = sizes.entries.rate
+    rate, seen = sizes.entries.rate, token.seen
     entry = block * sizes.tiles.block + lax.iota(jnp.int32, sizes.tiles.block)
     is_there = entry < seen
     if sizes.top_k is not None:
@@ -259,22 +381,20 @@ def _fold(
     q: Shaped[Array, "h D"],
     keys: Ref,
     carry: Carry,
-    count: Int32[Array, ""],
+    blocks: tuple[Int32[Array, ""], Int32[Array, ""]],
     locate: Locate,
-    sizes: _Sizes,
 ) -> Carry:
-    """The sums with `count` keys more."""
+    """The sums with the keys of these blocks more: from the first to before the second."""
 
     def step(block: Int32[Array, ""], carry: Any) -> Any:
         (top, total, value), (rows, is_seen) = carry
         latents = keys[rows, :]
         ahead = locate(block + 1)
         scores = dot(q, latents, trans_b=True) * LOG2_E
-        scores = jnp.where(jnp.broadcast_to(is_seen[None], scores.shape), scores, _MASKED)
+        scores = jnp.where(jnp.broadcast_to(is_seen[None], scores.shape), scores, MASKED)
         new_top = jnp.maximum(top, scores.max(1))
         weights, rescale = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
         value = value * rescale[:, None] + dot(weights.astype(latents.dtype), latents)
         return (new_top, total * rescale + weights.sum(1), value), ahead
 
-    blocks = pl.cdiv(count, sizes.tiles.block)
-    return lax.fori_loop(0, blocks, step, (carry, locate(jnp.int32(0))))[0]
+    return lax.fori_loop(*blocks, step, (carry, locate(blocks[0])))[0]
