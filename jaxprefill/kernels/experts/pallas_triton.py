@@ -104,12 +104,14 @@ class GroupedExperts:
         bias_share: multiplies the biases of `down`: where devices add up their parts, each adds
             its share.
         interpret: runs it on any device, slowly.
+        tiles: in the place of `choose_tiles`, which is measured.
     """
 
     weights: ExpertWeights
     gate: Gate
     bias_share: float = 1.0
     interpret: bool = False
+    tiles: Callable[..., ExpertTiles] | None = None
 
     def block_rows(self, num_choices: int, num_experts: int) -> int:
         """Rows of a block: about what an expert gets, but whole sides of a product."""
@@ -124,7 +126,7 @@ class GroupedExperts:
         mlp_size = weights.down.shape[1 if inputs_first else 2]
         shared = (blocks.experts, blocks.num_blocks.reshape(1))
         gated = _launch(
-            _product(rows, x.shape[1], mlp_size, self.gate, weights),
+            self._product(rows, x.shape[1], mlp_size, self.gate),
             _Operands(
                 x.astype(dtype), weights.gate_up, *shared, blocks.tokens, weights.gate_up_bias
             ),
@@ -132,14 +134,17 @@ class GroupedExperts:
             interpret=self.interpret,
         )
         made = _launch(
-            _product(rows, mlp_size, x.shape[1], None, weights)._replace(
-                bias_share=self.bias_share
-            ),
+            self._product(rows, mlp_size, x.shape[1], None)._replace(bias_share=self.bias_share),
             _Operands(gated, weights.down, *shared, bias=weights.down_bias),
             jnp.dtype(jnp.float32) if len(x) < NARROW_TOKENS else dtype,
             interpret=self.interpret,
         )
         return made.reshape(-1, rows, x.shape[1])
+
+    def _product(self, rows: int, depth: int, outputs: int, gate: Gate | None) -> _Product:
+        choose, size = self.tiles or choose_tiles, self.weights.gate_up.dtype.itemsize
+        tiles = choose(rows, depth, outputs, is_gated=gate is not None, itemsize=size)
+        return _Product(tiles, rows, depth, outputs, self.weights.is_inputs_first, gate)
 
 
 def lacks_grouped_experts(width: int, mlp_size: int, dtype: str, activation: str) -> str | None:
@@ -171,14 +176,6 @@ def choose_tiles(
         num_warps=8 if is_measured else 4,
         num_stages=3 if is_measured else 4,
     )
-
-
-def _product(
-    rows: int, depth: int, outputs: int, gate: Gate | None, weights: ExpertWeights
-) -> _Product:
-    size = weights.gate_up.dtype.itemsize
-    tiles = choose_tiles(rows, depth, outputs, is_gated=gate is not None, itemsize=size)
-    return _Product(tiles, rows, depth, outputs, weights.is_inputs_first, gate)
 
 
 def _launch(
