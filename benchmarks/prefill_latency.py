@@ -115,21 +115,21 @@ def build(args: argparse.Namespace) -> "Rig":
     import jax.numpy as jnp
 
     from benchmarks.rig import MODELS, RigSizes, compile_paths, make_rig
-    from jaxprefill.kernels.attention import select_backend
+    from jaxprefill.kernels.attention.select import choose_backends
     from jaxprefill.kernels.device import describe_device
     from jaxprefill.plan import attention_needs
 
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = MODELS[args.shape]
     needs = attention_needs(model, describe_device(), dtype, page_size=args.page_size)
-    backend = select_backend(args.attention, needs)
+    attention = choose_backends(args.attention, needs)
     cases = [Case.parse(text) for text in args.cases.split(",")]
     sizes = RigSizes(
         model=args.shape, num_slots=args.slots, max_context=args.max_context,
         page_size=args.page_size, pool_tokens=args.pool_tokens, num_threads=args.threads,
         max_tokens=max(64, *(case.num_tokens for case in cases)),
     )  # fmt: skip
-    rig = make_rig(sizes, backend, dtype)
+    rig = make_rig(sizes, attention, dtype)
     wanted = {(path, key_of(case, path, sizes)) for case in cases for path in paths(case, args)}
     compile_paths(rig, wanted)
     warm(rig)
@@ -318,7 +318,7 @@ def describe(rig: "Rig", args: argparse.Namespace) -> dict[str, Any]:
         "model": asdict(rig.config),
         "note": "random weights",
         "dtype": rig.dtype.name,
-        "attention": rig.backend.name,
+        "attention": str(rig.attention),
         "sizes": asdict(rig.sizes),
         "repeats": args.repeats,
         "compile_s": {name: round(s, 2) for name, s in rig.compile_s.items()},

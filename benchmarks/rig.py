@@ -16,7 +16,7 @@ from jaxprefill.cache.kv_cache import pool_shapes
 from jaxprefill.cache.small_blocks import reserve_small_blocks
 from jaxprefill.config import ModelConfig, RopeConfig
 from jaxprefill.device_state import DeviceState
-from jaxprefill.kernels.attention import AttentionBackend
+from jaxprefill.kernels.attention.select import AttentionChoice
 from jaxprefill.models.quantized import SCALE
 from jaxprefill.models.registry import model_class
 from jaxprefill.models.sharding import make_mesh, replicated
@@ -87,7 +87,7 @@ class Rig:
 
     sizes: RigSizes
     tree: ModelTree
-    backend: AttentionBackend
+    attention: AttentionChoice
     dtype: jnp.dtype
     state: DeviceState
     executables: dict[tuple[str, ShapeKey], Executable] = field(default_factory=dict)
@@ -105,17 +105,18 @@ class Rig:
 
     def layout(self, key: ShapeKey, *, is_decode: bool) -> BufferLayout:
         size = self.sizes.page_size
-        tiles = self.backend.tile_shape(*key, page_size=size, is_decode=is_decode)
+        backend = self.attention.at(key.num_tokens, is_decode=is_decode)
+        tiles = backend.tile_shape(*key, page_size=size, is_decode=is_decode)
         return BufferLayout(key, tiles, size)
 
 
-def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Rig:
+def make_rig(sizes: RigSizes, attention: AttentionChoice, dtype: jnp.dtype) -> Rig:
     """Random weights and cached keys; no executable yet."""
     config, mesh = MODELS[sizes.model], make_mesh()
     tree, everywhere = model_tree(config, dtype, mesh), replicated(mesh)
     leaves, stacked = random_leaves(tree), ()
     is_stacked = uses_fused_layers(
-        config, backend, platform=jax.default_backend(), dtype=dtype.name
+        config, attention.first, platform=jax.default_backend(), dtype=dtype.name
     ) and can_view(tree, mesh.devices.flat[0])
     if is_stacked:
         leaves, stacked = stack_leaves(tree, leaves, lambda _: lambda *own: jnp.stack(own))
@@ -137,7 +138,7 @@ def make_rig(sizes: RigSizes, backend: AttentionBackend, dtype: jnp.dtype) -> Ri
         bias=zeros(1, 1, dtype=jnp.float32),
         small_blocks=reserve_small_blocks(everywhere) if jax.default_backend() == "gpu" else (),
     )
-    return Rig(sizes, tree, backend, dtype, state)
+    return Rig(sizes, tree, attention, dtype, state)
 
 
 def random_pool(pool: jax.ShapeDtypeStruct) -> jax.Array:
@@ -184,13 +185,14 @@ def compile_paths(rig: Rig, wanted: set[tuple[str, ShapeKey]]) -> None:
     bodies: dict[tuple[str, ShapeKey], Body] = {}
     for path, key in sorted(wanted):
         layout, platform = rig.layout(key, is_decode=path == "decode"), jax.default_backend()
+        backend = rig.attention.at(key.num_tokens, is_decode=path == "decode")
         if path in ("full", "decode"):
             body = make_body(
-                rig.tree, rig.backend, layout, platform=platform,
+                rig.tree, backend, layout, platform=platform,
                 has_stacks=bool(rig.state.stacked),
             )  # fmt: skip
         else:
-            body = Body(rig.tree, rig.backend, layout, is_looped=platform == "cpu")
+            body = Body(rig.tree, backend, layout, is_looped=platform == "cpu")
         bodies[path, key] = body
         if path in ("full", "decode"):
             jobs.append(PrefillExecutable.job(f"{path} {key}", body, rig.state, pinned()))

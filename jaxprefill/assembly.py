@@ -167,9 +167,7 @@ class Assembly:
         """
         plan = self.plan
         shapes = f"{plan.path} {plan.eager_ladder} {plan.decode_slots} {plan.config.strict_prefill}"
-        made = (
-            f"{plan.dtype.name} {plan.backend.name} pages of {plan.config.page_size} {plan.model}"
-        )
+        made = f"{plan.dtype.name} {plan.attention} pages of {plan.config.page_size} {plan.model}"
         return GroupVote(transport, self._policy, alike=f"{shapes} {made}")
 
     @property
@@ -288,7 +286,7 @@ class Assembly:
         platform = self.plan.device.platform
         return make_body(
             self.tree,
-            self.plan.backend,
+            self.plan.attention.at(key.num_tokens, is_decode=is_decode),
             layout,
             platform=platform,
             has_stacks=self._has_stacks,
@@ -297,7 +295,8 @@ class Assembly:
     def _body(self, key: ShapeKey) -> Body:
         """The pass that is run layer by layer."""
         is_cpu = self.plan.device.platform == "cpu"
-        return Body(self.tree, self.plan.backend, self.plan.layout(key), is_looped=is_cpu)
+        backend = self.plan.attention.at(key.num_tokens, is_decode=False)
+        return Body(self.tree, backend, self.plan.layout(key), is_looped=is_cpu)
 
     def _state_shapes(self) -> StateShapes:
         plan, everywhere = self.plan, replicated(self.mesh)

@@ -29,7 +29,7 @@ def engine_facts(plan: EnginePlan, *, num_valid: int) -> dict[str, Any]:
     facts = {
         "model": asdict(plan.model),
         "dtype": plan.dtype.name,
-        "attention": plan.backend.name,
+        "attention": str(plan.attention),
         "kernels": plan.share.kernels,
         "page_size": plan.config.page_size,
         "num_valid": num_valid,

@@ -15,7 +15,8 @@ from flax import nnx
 from jaxprefill.cache.spec import CacheSpec
 from jaxprefill.config import EngineConfig, KernelKind, ModelConfig
 from jaxprefill.errors import ConfigError
-from jaxprefill.kernels.attention import AttentionBackend, AttentionNeeds, select_backend
+from jaxprefill.kernels.attention import AttentionBackend, AttentionNeeds
+from jaxprefill.kernels.attention.select import AttentionChoice, choose_backends
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.decoder import attention_specs
 from jaxprefill.models.moe import choose_kernels
@@ -64,7 +65,7 @@ class EnginePlan:
     share: ModelConfig
     device: DeviceInfo
     dtype: jnp.dtype
-    backend: AttentionBackend
+    attention: AttentionChoice
     context_length: int
     chunked_prefill_size: int
     max_running: int
@@ -104,7 +105,7 @@ class EnginePlan:
         experts = "" if self.model.moe is None else f", experts {self.share.kernels}"
         origin = f" ({self.ladder_origin})" if self.ladder_origin else ""
         return (
-            f"{self.device.platform}, {self.dtype.name}, attention {self.backend.name}{experts}; "
+            f"{self.device.platform}, {self.dtype.name}, attention {self.attention}{experts}; "
             f"prefill {self.path}: "
             f"buckets {_joined(self.ladder.buckets)}{origin}, "
             f"{self.ladder.num_slots} slots, context {_joined(self.ladder.max_contexts)}; "
@@ -132,10 +133,16 @@ class EnginePlan:
         """The shape of a decode executable: one token a slot."""
         return ShapeKey(num_slots, num_slots, self.context_length)
 
+    @property
+    def backend(self) -> AttentionBackend:
+        """Of all shapes but those where another is faster."""
+        return self.attention.first
+
     def layout(self, key: ShapeKey, *, is_decode: bool = False) -> BufferLayout:
         """The buffer of one shape, tiled as the attention backend likes it."""
         page_size = self.config.page_size
-        tiles = self.backend.tile_shape(*key, page_size=page_size, is_decode=is_decode)
+        backend = self.attention.at(key.num_tokens, is_decode=is_decode)
+        tiles = backend.tile_shape(*key, page_size=page_size, is_decode=is_decode)
         num_new = 1 if is_decode else key.num_tokens
         return BufferLayout(key, tiles, page_size, self.cache_spec.recent_pages(page_size, num_new))
 
@@ -164,7 +171,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
     )
     share = _resolve_share(config, model, device)
     share = replace(share, kernels=_resolve_kernels(config, share, device, dtype))
-    backend = _resolve_backend(config, share, device, dtype, has_max=max_contexts != (context,))
+    attention = _resolve_attention(config, share, device, dtype, has_max=max_contexts != (context,))
     max_running = _resolve_running(config, is_cpu=is_cpu)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
     slots = _resolve_slots(config, max_running)
@@ -179,7 +186,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         share=share,
         device=device,
         dtype=dtype,
-        backend=backend,
+        attention=attention,
         context_length=context,
         chunked_prefill_size=buckets[-1],
         max_running=max_running,
@@ -218,12 +225,12 @@ def _resolve_kernels(
     )
 
 
-def _resolve_backend(
+def _resolve_attention(
     config: EngineConfig, share: ModelConfig, device: DeviceInfo, dtype: jnp.dtype, *, has_max: bool
-) -> AttentionBackend:
+) -> AttentionChoice:
     page = config.page_size
     needs = attention_needs(share, device, dtype, page_size=page, has_max_context=has_max)
-    return select_backend(config.attention_backend, needs)
+    return choose_backends(config.attention_backend, needs)
 
 
 def attention_needs(

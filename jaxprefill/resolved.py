@@ -38,5 +38,7 @@ def resolved_options(plan: EnginePlan) -> dict[str, Resolved]:
         "prefill_buckets": Resolved(plan.ladder.buckets, plan.ladder_origin or ladder_why),
         "full_prefill_max_req": Resolved(plan.ladder.num_slots, "max_running_requests"),
         "prefill_max_context": Resolved(plan.ladder.max_contexts, context_why),
-        "attention_backend": Resolved(plan.backend.name, "the first that can serve the model"),
+        "attention_backend": Resolved(
+            str(plan.attention), "the first that can serve the model, or measured to be faster"
+        ),
     }

@@ -1,5 +1,6 @@
 """Start-up: weights are read while every executable compiles; then warm calls; then ready."""
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -218,9 +219,10 @@ def check_kernels(plan: EnginePlan) -> None:
     """
     model = plan.share
     heads = (model.num_q_heads, model.num_kv_heads, model.head_dim)
-    for spec in attention_specs(model) if plan.backend is not XLA else ():
+    kernels = [backend for backend in plan.attention.backends if backend is not XLA]
+    for backend, spec in itertools.product(kernels, attention_specs(model)):
         check_attention(
-            plan.backend,
+            backend,
             heads=heads,
             page_size=plan.config.page_size,
             dtype=plan.dtype,
@@ -240,7 +242,7 @@ def check_kernels(plan: EnginePlan) -> None:
 def _identity(plan: EnginePlan) -> str:
     """What decides every step of every process; folders may differ from machine to machine."""
     config = replace(plan.config, model="", compile_cache="", executables=None, store=False)
-    parts = (plan.dtype.name, plan.backend.name, plan.device.kind, f"jax {jax.__version__}")
+    parts = (plan.dtype.name, str(plan.attention), plan.device.kind, f"jax {jax.__version__}")
     return f"{plan.num_pages} pages, {', '.join(parts)}, {plan.model}, {config}"
 
 

@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprefill import warming
+from jaxprefill import startup, warming
+from jaxprefill.assembly import Assembly
 from jaxprefill.config import EngineConfig, ModelConfig, RopeConfig, make_config
 from jaxprefill.errors import ConfigError, KernelUnsupported
 from jaxprefill.integers import parse_count, parse_counts
 from jaxprefill.kernels.attention import select
+from jaxprefill.kernels.attention.pallas_mosaic_gpu import PALLAS_MOSAIC_GPU
+from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.device import DeviceInfo
 from jaxprefill.models.deepseek_v4.hf import read_deepseek
@@ -148,6 +151,48 @@ def test_an_attention_backend_must_take_one_device_s_part_of_the_heads():
     assert plan(device, model, tensor_parallel_size=4, **options).backend.name in options.values()
     with pytest.raises(KernelUnsupported, match="even number of query heads a KV head, not 1"):
         plan(device, model, tensor_parallel_size=8, **options)
+
+
+def test_a_measured_row_changes_the_attention_of_its_shapes_alone(monkeypatch):
+    device, options = replace(GPU, compute_capability="9.0"), {"kv_cache_tokens": 16384}
+    sizes = {"num_q_heads": 8, "head_dim": 128, "context_length": 8192}
+    model, made, checked = tiny_config(**sizes), [], []
+
+    def make(tiles, spec):
+        made.append(tiles)
+        return PALLAS_MOSAIC_GPU.make(tiles, spec)
+
+    mine = replace(PALLAS_MOSAIC_GPU, name="mine", make=make)
+    before = plan(device, model, **options)
+    assert before.attention.backends == (PALLAS_TRITON,)
+    assert str(before.attention) == before.backend.name
+    monkeypatch.setattr(select, "FASTER", (select.Faster(mine, "9.0", 128, least_tokens=4096),))
+    found = plan(device, model, **options)
+    shapes = [(key, False) for key in (*found.ladder.keys, *found.eager_ladder.keys)]
+    shapes += [(found.decode_key(slots), True) for slots in (*found.decode_slots, 4096)]
+    changed = []
+    for key, is_decode in shapes:
+        backend = found.attention.at(key.num_tokens, is_decode=is_decode)
+        layout = found.layout(key, is_decode=is_decode)
+        assert backend is (mine if key.num_tokens >= 4096 and not is_decode else PALLAS_TRITON)
+        assert (layout == before.layout(key, is_decode=is_decode)) == (backend is PALLAS_TRITON)
+        changed += [layout.tiles] if backend is mine else []
+    assert str(found.attention) == "pallas_triton, mine from 4096 tokens" in found.describe()
+    assert len(changed) > 2
+    Assembly.of(found, num_valid=9).jobs()
+    assert set(made) == set(changed), "what is compiled has the plan's tiles and their backend"
+    monkeypatch.setattr(startup, "check_attention", lambda one, **_: checked.append(one.name))
+    monkeypatch.setattr(startup, "check_products", lambda *_, **__: None)
+    startup.check_kernels(found)
+    assert checked == ["pallas_triton", "mine"]
+    # Elsewhere, and where a backend is named, the row says nothing.
+    for other, named in (
+        ((replace(device, compute_capability="8.0"), model), {}),
+        ((device, tiny_config(**sizes | {"head_dim": 64})), {}),
+        ((device, tiny_config(**sizes, attention_soft_cap=5.0)), {}),
+        ((device, model), {"attention_backend": "pallas_triton"}),
+    ):
+        assert plan(*other, **options, **named).attention.backends == (PALLAS_TRITON,)
 
 
 def test_the_ladder_ends_at_chunked_prefill_size():

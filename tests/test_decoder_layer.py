@@ -13,6 +13,7 @@ from jaxprefill.assembly import Assembly
 from jaxprefill.config import EngineConfig
 from jaxprefill.kernels import triton
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
+from jaxprefill.kernels.attention.select import AttentionChoice
 from jaxprefill.kernels.attention.xla import XLA
 from jaxprefill.kernels.decoder_layer import pallas_triton as layers
 from jaxprefill.kernels.decoder_layer.gemm import GemmTiles
@@ -46,7 +47,7 @@ def rig_of_small(monkeypatch, quantization=None):
         model="small", num_slots=4, max_context=128, page_size=16, pool_tokens=512, max_tokens=64,
         num_threads=1,
     )  # fmt: skip
-    return rigs.make_rig(sizes, PALLAS_TRITON, jnp.dtype("float32"))
+    return rigs.make_rig(sizes, AttentionChoice(PALLAS_TRITON), jnp.dtype("float32"))
 
 
 @pytest.mark.parametrize(

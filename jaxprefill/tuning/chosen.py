@@ -137,7 +137,7 @@ def conditions_of(plan: EnginePlan) -> dict[str, Any]:
     """What a ladder's costs depend on beside model and chip."""
     return {
         "dtype": plan.dtype.name,
-        "attention_backend": plan.backend.name,
+        "attention_backend": str(plan.attention),
         "prefill_backend": plan.path,
         "chunked_prefill_size": plan.chunked_prefill_size,
         "jax": jax.__version__,
