@@ -138,7 +138,11 @@ def _reference(
 def _make(inputs: _Inputs, name: str, overrides: Overrides, interpret: bool) -> Work:
     kind, sizes, batch = inputs.kind, inputs.sizes, inputs.batch
     tokens = batch.case.num_tokens
-    tiles, rest = cut(choose_latent_tiles(tokens, sizes.heads, jnp.bfloat16), overrides)
+    most_keys = sizes.reach + (
+        sizes.top_k if kind == "sparse" else batch.length // sizes.rates[kind]
+    )
+    default = choose_latent_tiles(tokens, sizes.heads, most_keys, jnp.bfloat16)
+    tiles, rest = cut(default, overrides)
     # Without overrides the kernel chooses by itself; those of no tiling are arguments of its own.
     given: dict[str, Any] = {**rest, **({"tiles": tiles} if len(rest) < len(overrides) else {})}
 
@@ -198,7 +202,7 @@ FAMILY = Family(
     backends=("pallas_triton", "xla"),
     tiles=(
         "heads=16", "heads=32", "heads=64", "heads=64,num_warps=4", "heads=32,num_warps=8",
-        "block=16", "block=64", "num_stages=1", "num_stages=3",
+        "block=16", "block=64", "num_stages=1", "num_stages=3", "splits=1", "splits=4", "splits=32",
     ),
     prepare=_prepare,
     make=_make,
