@@ -141,8 +141,8 @@ class FakeRay:
         self.batch = {"text": np.array(["hello", "abc"], object)}
         return self
 
-    def map_batches(self, predictor, *, fn_constructor_kwargs, compute, batch_size):
-        assert (compute, batch_size) == ({"size": 2}, 512)
+    def map_batches(self, predictor, *, fn_constructor_kwargs, compute, num_cpus, batch_size):
+        assert (compute, num_cpus, batch_size) == ({"size": 2}, 0, 512)
         self.batch = predictor(**fn_constructor_kwargs)(self.batch)
         return self
 

@@ -45,6 +45,7 @@ Ray Data (extra `ray`), two actors with an engine each (`num_gpus=1`: a GPU each
         RayPredictor,
         fn_constructor_kwargs={"model": "demo", "task": "perplexity"},
         compute=ray.data.ActorPoolStrategy(size=2),
+        num_cpus=0,
         batch_size=512,
     )
     rows.write_parquet("out")

@@ -4,21 +4,26 @@
         RayPredictor,
         fn_constructor_kwargs={"model": "demo", "task": "perplexity"},
         compute=ray.data.ActorPoolStrategy(size=2),
+        num_cpus=0,
         batch_size=512,
     )
 
-Each actor has an engine of its own (`num_gpus=1` gives each a GPU). Ray gives what a lost actor
-worked on to another, so no row is lost. Ray itself (extra `ray`) is not imported here.
+Each actor has an engine of its own (`num_gpus=1` gives each a GPU). Without `num_cpus=0` each
+reserves a CPU too, and where none is left Ray waits for ever for one to read and write with. Ray
+gives what a lost actor worked on to another, so no row is lost. Ray itself (extra `ray`) is not
+imported here.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from jaxprefill.engine import Engine
 from jaxprefill.errors import ConfigError, RequestError
+from jaxprefill.options import check_choice, read_keys
 from jaxprefill.request import SamplingParams
 
 RayTask = Literal["generate", "perplexity", "label", "embed", "classify"]
@@ -46,7 +51,8 @@ class RayPredictor:
     embed        `embedding`
     classify     `label` and `label_scores` by the model's own classifier
 
-    A row whose text is at fault, null or too long for instance, has None there and a reason in
+    A row whose text is at fault, null or too long for instance, has None there, in place of a
+    vector one of NaN (Ray takes only columns that are all vectors, or none), and a reason in
     `error`, which is None for all others. The perplexity of a single token is NaN.
     """
 
@@ -58,6 +64,7 @@ class RayPredictor:
         column: str = "text",
         params: Mapping[str, Any] | None = None,
         labels: Sequence[str] = (),
+        prefix: str = "",
         **options: Any,
     ) -> None:
         """Starts an engine.
@@ -68,23 +75,19 @@ class RayPredictor:
             column: where the texts are.
             params: fields of `SamplingParams`, of the task generate.
             labels: of the task label; each is known by its first token.
+            prefix: stands before the names of new columns.
             options: fields of `EngineConfig`.
 
         Raises:
-            ConfigError: the task is unknown, or labels do not fit it.
+            ConfigError: the task or a parameter is unknown, or parameters or labels do not fit.
             JaxPrefillError: as `Engine`.
         """
-        if task not in get_args(RayTask):
-            raise ConfigError(f"task must be one of {', '.join(get_args(RayTask))}, got {task!r}")
-        if (task == "label") != bool(labels):
-            raise ConfigError(f"labels must be named for the task label alone, got {labels!r}")
+        self._params = _checked(task, labels, params or {})
         self._column = column
-        self._params = SamplingParams(**dict(params or {}))
+        self._prefix = prefix
         self._engine = Engine(model, **options)
         self._labels = tuple(labels) or self._engine.labels
-        self._label_ids = [
-            self._engine.tokenizer.encode(label, add_special_tokens=False)[0] for label in labels
-        ]
+        self._label_ids = self._first_ids(labels)
         found: dict[RayTask, Callable[[list[str]], list[Mapping[str, Any]]]] = {
             "generate": self._generate,
             "perplexity": self._perplexity,
@@ -94,14 +97,47 @@ class RayPredictor:
         }
         self._run = found[task]
         self._new_columns = _NEW_COLUMNS[task]
+        self._no_vector = {
+            "label_scores": np.full(len(self._labels), np.nan, np.float32),
+            "embedding": np.full(self._engine.plan.model.hidden_size, np.nan, np.float32),
+        }
 
     def __call__(self, batch: Batch) -> Columns:
-        """The batch with its new columns."""
+        """The batch with its new columns.
+
+        Raises:
+            ConfigError: the batch is no mapping, lacks the column, or has a new one already.
+        """
+        self._check(batch)
         texts = list(batch[self._column])
         found = iter(self._rows([str(text) for text in texts if not _is_null(text)]))
         rows = [_NO_TEXT if _is_null(text) else next(found) for text in texts]
-        new = {name: _column([row.get(name) for row in rows]) for name in self._new_columns}
+        new = {
+            self._prefix + name: _column([row.get(name, self._no_vector.get(name)) for row in rows])
+            for name in self._new_columns
+        }
         return {**batch, **new}
+
+    def _check(self, batch: Batch) -> None:
+        if not hasattr(batch, "keys"):
+            raise ConfigError(f"batch_format must be numpy, Ray's default, got a {type(batch)}")
+        names = list(batch.keys())
+        if self._column not in names:
+            raise ConfigError(f"column must be one of {', '.join(names)}, got {self._column!r}")
+        clashes = [name for each in self._new_columns if (name := self._prefix + each) in names]
+        if clashes:
+            raise ConfigError(
+                f"the rows have {', '.join(clashes)} already; choose another prefix, which is "
+                f"{self._prefix!r}, for the new columns"
+            )
+
+    def _first_ids(self, labels: Sequence[str]) -> list[int]:
+        found = [
+            self._engine.tokenizer.encode(label, add_special_tokens=False)[:1] for label in labels
+        ]
+        if [] in found or len({each for (each,) in found}) < len(found):
+            raise ConfigError(f"labels must differ in their first tokens, got {labels!r}")
+        return [each for (each,) in found]
 
     def _rows(self, texts: list[str]) -> list[Mapping[str, Any]]:
         """All at once, and one by one only if one of them is at fault."""
@@ -137,6 +173,16 @@ class RayPredictor:
     def _scored(self, scores: Sequence[float]) -> Mapping[str, Any]:
         best = max(range(len(scores)), key=scores.__getitem__)
         return {"label": self._labels[best], "label_scores": np.array(scores, np.float32)}
+
+
+def _checked(task: str, labels: Sequence[str], params: Mapping[str, Any]) -> SamplingParams:
+    check_choice("task", task, get_args(RayTask))
+    if (task == "label") != bool(labels):
+        raise ConfigError(f"labels must be named for the task label alone, got {labels!r}")
+    if task != "generate" and params:
+        raise ConfigError(f"params must be given for the task generate alone, got {params!r}")
+    known = [item.name for item in fields(SamplingParams)]
+    return SamplingParams(**read_keys("params", params, known))
 
 
 def _is_null(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
     serve.run(deployment("demo", max_replicas=4))
 
-Routes and answers are those of `jaxprefill serve`. Needs the extra `ray`.
+Routes and answers are those of `jaxprefill serve`. A request whose replica dies gets 500; the next
+goes to another. Needs the extra `ray`.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from jaxprefill.config import EngineConfig, make_config
-from jaxprefill.errors import EngineUnavailable
+from jaxprefill.errors import ConfigError, EngineUnavailable
 from jaxprefill.options import read_keys
 from jaxprefill.remote.client import EngineProcess
 from jaxprefill.server.app import create_app
@@ -22,6 +23,7 @@ from jaxprefill.server.settings import ServerSettings
 
 _SERVE: Any = import_module("ray.serve")  # of the extra ray
 _POLL_S = 0.05
+_OF_SERVE = ("host", "port", "ssl_certfile", "ssl_keyfile", "keep_alive_timeout")
 
 
 class Replica:
@@ -61,8 +63,9 @@ def deployment(
     model: str = "demo",
     *,
     min_replicas: int = 1,
-    max_replicas: int = 1,
+    max_replicas: int | None = None,
     num_gpus: float = 0,
+    autoscaling: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -71,27 +74,44 @@ def deployment(
     Args:
         model: see `EngineConfig.model`.
         min_replicas: that always run.
-        max_replicas: that run while requests wait.
+        max_replicas: that run while requests wait; None: `min_replicas`, and at least one.
         num_gpus: of each replica; `tensor_parallel_size` of them for one that is shared out.
-        settings: fields of `ServerSettings`; host and port are Serve's.
+        autoscaling: further fields of Serve's `AutoscalingConfig`: `{"downscale_delay_s": 60}`.
+        settings: fields of `ServerSettings`; address, TLS and keep-alive are Serve's.
         options: fields of `EngineConfig`.
 
     Raises:
         ConfigError: an option or a setting is unknown or out of range.
     """
     config = make_config(model=model, **options)
-    known = [item.name for item in fields(ServerSettings)]
+    known = [item.name for item in fields(ServerSettings) if item.name not in _OF_SERVE]
     served = ServerSettings(**read_keys("settings", settings or {}, known))
+    if num_gpus < 0 or (num_gpus and config.tensor_parallel_size > max(num_gpus, 1)):
+        raise ConfigError(
+            "num_gpus must be 0 (run on CPUs) or tensor_parallel_size, which is "
+            f"{config.tensor_parallel_size}, got {num_gpus}"
+        )
     running = config.running(is_cpu=not num_gpus)
     made = _SERVE.deployment(_SERVE.ingress()(Replica)).options(
         name="jaxprefill",
         max_ongoing_requests=4 * running,
         autoscaling_config={
-            "min_replicas": min_replicas,
-            "max_replicas": max_replicas,
             # As many wait as run, so that the next step's batch is full.
             "target_ongoing_requests": 2 * running,
+            **_scaling(min_replicas, max_replicas, autoscaling or {}),
         },
+        graceful_shutdown_timeout_s=served.drain_timeout,
         ray_actor_options={"num_gpus": num_gpus},
     )
     return made.bind(config, served)
+
+
+def _scaling(least: int, most: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    known = list(_SERVE.config.AutoscalingConfig.model_fields)  # Serve ignores unknown ones
+    most = max(least, 1) if most is None else most
+    if not 0 <= least <= most or most < 1:
+        raise ConfigError(
+            "min_replicas must be at least 0 and at most max_replicas, and that at least 1, got "
+            f"min_replicas {least} and max_replicas {most}"
+        )
+    return {"min_replicas": least, "max_replicas": most} | read_keys("autoscaling", given, known)
