@@ -41,6 +41,7 @@ def run_lm_eval(
     folder: Path, module: str, model: str, arguments: str, tasks: dict[str, str], docs: list[dict]
 ) -> None:
     """Runs `python -m MODULE` on the documents; `tasks` are YAML by name, DATA is their file."""
+    folder.mkdir(exist_ok=True)
     data = folder / "data.jsonl"
     data.write_text("".join(f"{line}\n" for line in map(json.dumps, docs)), encoding="utf-8")
     for name, task in tasks.items():

@@ -2,23 +2,28 @@
 
     python -m jaxprefill.offline.lm_eval --model jaxprefill --model_args model=demo --tasks NAME
 
-takes all that `lm-eval` does; lm-eval itself looks for no models elsewhere, so this module must be
-imported first, as in `import jaxprefill.offline.lm_eval` before `lm_eval.simple_evaluate(
-model="jaxprefill", model_args={"model": "demo"}, …)`. What is asked in one call is run together:
-prompts are packed, and what they have in common, few-shot examples for instance, is computed once.
+takes all that `lm-eval` does. Plain `lm-eval` cannot find it: it knows its own models alone and
+has no plugins (0.4.13). So this module must be imported first, as in `import
+jaxprefill.offline.lm_eval` before `lm_eval.simple_evaluate(model="jaxprefill", model_args={"model":
+"demo"}, …)`. What is asked in one call is run together: prompts are packed, and what they have in
+common, few-shot examples for instance, is computed once.
 """
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from jaxprefill.engine import Engine
+from jaxprefill.errors import ConfigError
 from jaxprefill.request import MAX_STOP_STRINGS, SamplingParams
 
 _TEMPLATE_LM: Any = import_module("lm_eval.api.model").TemplateLM  # of the extra lm-eval
 _REGISTRY: Any = import_module("lm_eval.api.registry")
 _WINDOWS: Any = import_module("lm_eval.utils")
+
+_log = logging.getLogger(__name__)
 
 _CHUNK = 4096  # prompts that are handed over at once
 _IGNORED = ("batch_size", "max_batch_size", "device")
@@ -31,24 +36,27 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penal
 class JaxPrefillLM(_TEMPLATE_LM):
     """An engine as lm-eval sees it; options of `EngineConfig` are model arguments.
 
-    Texts get no special tokens unless `add_bos_token`, as with lm-eval's model `hf`. Prompts too
-    long for the context lose their beginning.
+    Texts begin as the tokenizer has them begin, as with lm-eval's models `hf` and `vllm`;
+    `local-completions` has to be told so (`add_bos_token=True`). Prompts too long for the context
+    lose their beginning.
     """
 
     def __init__(
         self,
         model: str = "demo",
         *,
-        add_bos_token: bool = False,
+        add_bos_token: bool = True,
         max_gen_toks: int = 256,
+        max_length: int | None = None,
         **options: Any,
     ) -> None:
         """Starts an engine.
 
         Args:
             model: see `EngineConfig.model`.
-            add_bos_token: texts begin as the tokenizer has them begin.
+            add_bos_token: False: texts get no special tokens.
             max_gen_toks: most tokens to generate where a task does not say.
+            max_length: lm-eval's name of the option `context_length`.
             options: fields of `EngineConfig`; sizes of batches and the device, which lm-eval may
                 name too, the engine decides itself.
 
@@ -57,10 +65,13 @@ class JaxPrefillLM(_TEMPLATE_LM):
         """
         super().__init__()
         given = {name: value for name, value in options.items() if name not in _IGNORED}
+        if max_length is not None:
+            given["context_length"] = max_length
         self.engine = Engine(model, **given)
         self.max_length: int = self.engine.plan.context_length
         self.max_gen_toks = max_gen_toks
         self._add_bos_token = add_bos_token
+        self._has_cut = False
 
     @property
     def eot_token_id(self) -> int:
@@ -79,9 +90,17 @@ class JaxPrefillLM(_TEMPLATE_LM):
         return self.engine.plan.config.model.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The model's template, for lm-eval's records."""
+        """The model's template, for lm-eval's records; raises ConfigError if it has no such one."""
+        if not chat_template:
+            return ""
         name = chat_template if isinstance(chat_template, str) else "default"
-        return self.engine.tokenizer.chat_templates.get(name, "") if chat_template else ""
+        templates = self.engine.tokenizer.chat_templates
+        if name not in templates:
+            found = ", ".join(sorted(templates)) or "none"
+            raise ConfigError(
+                f"the chat template must be one of the model's: {found}, got {name!r}"
+            )
+        return templates[name]
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -109,7 +128,7 @@ class JaxPrefillLM(_TEMPLATE_LM):
         """Of each continuation after its context: its logprob, and whether it is the likeliest."""
         found: list[tuple[float, bool]] = []
         for part in _chunks(requests):
-            prompts = [(context + target)[-self.max_length :] for _, context, target in part]
+            prompts = [self._fitting(context + target, 0) for _, context, target in part]
             scored = self.engine.likeliest(prompts)
             for (key, _, target), prompt, tokens in zip(part, prompts, scored, strict=True):
                 size = min(len(target), len(prompt) - 1)
@@ -144,12 +163,18 @@ class JaxPrefillLM(_TEMPLATE_LM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each context, up to one of its `until` texts."""
+        """The continuation of each context, up to one of its `until` texts.
+
+        Raises:
+            ConfigError: `max_gen_toks` leaves no room for a context.
+        """
         found: list[str] = []
         for part in _chunks(requests):
             params = [self._params(request.args[1]) for request in part]
             prompts = [
-                self.tok_encode(request.args[0])[-max(self.max_length - one.max_tokens, 1) :]
+                self._fitting(
+                    self.tok_encode(request.args[0]) or [self.prefix_token_id], one.max_tokens
+                )
                 for request, one in zip(part, params, strict=True)
             ]
             completions = self.engine.generate(prompts, params)
@@ -160,6 +185,19 @@ class JaxPrefillLM(_TEMPLATE_LM):
                 found.append(text)
                 self.cache_hook.add_partial("generate_until", request.args, text)
         return found
+
+    def _fitting(self, ids: list[int], num_new: int) -> list[int]:
+        """The end of a prompt that leaves room for new tokens; raises ConfigError if none does."""
+        room = self.max_length - num_new
+        if room < 1:
+            raise ConfigError(
+                f"max_gen_toks must be less than the context of {self.max_length} tokens, got "
+                f"{num_new}; lower it with --gen_kwargs max_gen_toks=N"
+            )
+        if len(ids) > room and not self._has_cut:
+            self._has_cut = True
+            _log.warning("prompts of more than %d tokens, %d here, are cut", room, len(ids))
+        return ids[-room:]
 
     def _params(self, given: Mapping[str, Any]) -> SamplingParams:
         """Greedy unless a temperature is asked for."""
