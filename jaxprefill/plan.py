@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxprefill.cache.spec import CacheSpec
-from jaxprefill.config import EngineConfig, KernelKind, ModelConfig
+from jaxprefill.config import EngineConfig, ModelConfig
 from jaxprefill.errors import ConfigError
 from jaxprefill.kernels.attention import AttentionBackend, AttentionNeeds
 from jaxprefill.kernels.attention.select import AttentionChoice, choose_backends
@@ -169,8 +169,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> E
         context=context,
         is_used=path != "eager",
     )
-    share = _resolve_share(config, model, device)
-    share = replace(share, kernels=_resolve_kernels(config, share, device, dtype))
+    share = _resolve_share(config, model, device, dtype)
     attention = _resolve_attention(config, share, device, dtype, has_max=max_contexts != (context,))
     max_running = _resolve_running(config, is_cpu=is_cpu)
     buckets = _resolve_buckets(config, max_running * context, is_cpu=is_cpu)
@@ -214,17 +213,6 @@ def _resolve_dtype(config: EngineConfig, device: DeviceInfo) -> jnp.dtype:
     return jnp.dtype(auto if config.dtype == "auto" else config.dtype)
 
 
-def _resolve_kernels(
-    config: EngineConfig, share: ModelConfig, device: DeviceInfo, dtype: jnp.dtype
-) -> KernelKind:
-    return choose_kernels(
-        share,
-        attention_backend=config.attention_backend,
-        platform=device.platform,
-        dtype=dtype.name,
-    )
-
-
 def _resolve_attention(
     config: EngineConfig, share: ModelConfig, device: DeviceInfo, dtype: jnp.dtype, *, has_max: bool
 ) -> AttentionChoice:
@@ -254,8 +242,10 @@ def attention_needs(
     )
 
 
-def _resolve_share(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> ModelConfig:
-    """One device's part of the model, where the devices that are asked for are there."""
+def _resolve_share(
+    config: EngineConfig, model: ModelConfig, device: DeviceInfo, dtype: jnp.dtype
+) -> ModelConfig:
+    """One device's part of the model and its kernels; the devices asked for must be there."""
     size, found = config.tensor_parallel_size, device.num_devices
     if size > found:
         more = (
@@ -277,7 +267,14 @@ def _resolve_share(config: EngineConfig, model: ModelConfig, device: DeviceInfo)
             "seed must be given where several processes run one engine, got None: all of them "
             "must draw alike; give each the same"
         )
-    return share_of(model, size)
+    share = share_of(model, size)
+    kernels = choose_kernels(
+        share,
+        attention_backend=config.attention_backend,
+        platform=device.platform,
+        dtype=dtype.name,
+    )
+    return replace(share, kernels=kernels)
 
 
 def _served(config: EngineConfig, model: ModelConfig, context: int) -> ModelConfig:
