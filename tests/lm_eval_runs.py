@@ -38,7 +38,14 @@ metric_list: [{metric: bypass, aggregation: bypass, higher_is_better: true}]
 
 
 def run_lm_eval(
-    folder: Path, module: str, model: str, arguments: str, tasks: dict[str, str], docs: list[dict]
+    folder: Path,
+    module: str,
+    model: str,
+    arguments: str,
+    tasks: dict[str, str],
+    docs: list[dict],
+    *,
+    batch_size: int = 3,
 ) -> None:
     """Runs `python -m MODULE` on the documents; `tasks` are YAML by name, DATA is their file."""
     folder.mkdir(exist_ok=True)
@@ -48,7 +55,13 @@ def run_lm_eval(
         (folder / f"{name}.yaml").write_text(task.replace("DATA", str(data)))
     command = [sys.executable, "-m", module, "--model", model, "--model_args", arguments]
     command += ["--tasks", ",".join(tasks), "--include_path", str(folder)]
-    command += ["--batch_size", "3", "--output_path", str(folder / "out"), "--log_samples"]
+    command += [
+        "--batch_size",
+        str(batch_size),
+        "--output_path",
+        str(folder / "out"),
+        "--log_samples",
+    ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
     ran = subprocess.run(
         command, env=os.environ | offline, capture_output=True, text=True, check=False
