@@ -26,6 +26,7 @@ from jaxprefill.models.deepseek_v4.hf import read_deepseek
 from jaxprefill.models.registry import read_config
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
+from jaxprefill.prefill.compiler import CPU_OPTIONS
 from jaxprefill.weights.convert import convert
 from jaxprefill.weights.load import load_leaves
 from jaxprefill.weights.locate import open_checkpoint
@@ -44,6 +45,7 @@ OPTIONS = dict(
     prefill_max_context=(32,),  # longer prompts take the eager path
     max_running_requests=2,
     kv_cache_tokens=320,
+    store=True,
 )
 PROMPTS = [random_prompt(n, seed=n) for n in (3, 20, 70, 1, 8)]
 SAMPLED = [
@@ -207,6 +209,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", metavar="NAME")
     parser.add_argument("--fixture", nargs=2, metavar=("NAME", "DTYPE"))
     args = parser.parse_args()
+    CPU_OPTIONS["xla_backend_optimization_level"] = "0"  # as in the tests' own process
     if args.fixture:
         name, dtype = args.fixture
         found = {n: measure_fixture(name, n, dtype) for n in args.devices}

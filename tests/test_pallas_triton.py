@@ -136,7 +136,7 @@ def reference(case, pages):
             start += q_len
         return jnp.concatenate(parts)
 
-    return jax.jit(whole)
+    return jax.jit(whole, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else {})
 
 
 def expected(case, inputs):

@@ -130,9 +130,13 @@ SMALL = dict(
 
 @contextmanager
 def tiny_engine(checkpoint=None, **options):
-    """An Engine over a tiny checkpoint, small shapes unless told otherwise."""
+    """An Engine over a tiny checkpoint, small shapes unless told otherwise.
+
+    What others load from a store is of the same model; of any other JAX's own cache has the heads.
+    """
     held = checkpoint or TinyCheckpoint()
+    stored = {"store": held.config == tiny_config()}
     with mock.patch.object(engine_module, "open_checkpoint", lambda model: held):
-        made = Engine("tiny", **(SMALL | options))
+        made = Engine("tiny", **(SMALL | stored | options))
     with made:
         yield made
