@@ -9,11 +9,9 @@ import fnmatch
 import math
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxprefill.kernels.device import chip_name, known_rates
+from jaxprefill.kernels.device import known_rates
 from jaxprefill.prefill.compiler import CPU_OPTIONS, GPU_OPTIONS
 
 LIMIT = 1e-2  # of the error's norm over the result's, in bfloat16
@@ -303,17 +301,3 @@ def draw(seed: int, *shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) 
         return (jax.random.normal(key, shape, jnp.float32) * scale).astype(dtype)
 
     return jax.jit(normal)(jax.random.key(seed))
-
-
-def describe() -> dict[str, Any]:
-    """Chip and versions."""
-    device = jax.devices()[0]
-    return {
-        "card": chip_name(),
-        "versions": {
-            "jax": jax.__version__,
-            "jaxlib": version("jaxlib"),
-            "platform": device.client.platform_version,
-            "python": sys.version.split()[0],
-        },
-    }

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.kernel_families import FAMILIES, family_of
-from benchmarks.kernel_runs import POISONED, describe, run_family
-from benchmarks.prefill_latency import commit
+from benchmarks.kernel_runs import POISONED, run_family
+from benchmarks.meta import commit, describe_card
 
 Row = dict[str, Any]
 _GRACE_S = 30.0  # to finish a row that was begun before the budget was spent
@@ -113,7 +113,7 @@ def run_worker(args: argparse.Namespace) -> None:
 
     family = family_of(args.families[0])
     variants = family.variants(args.case, args.backend, args.tiles, is_tiny=args.interpret)
-    write({"meta": describe(), "variants": [" ".join(filter(None, one)) for one in variants]})
+    write({"meta": describe_card(), "variants": [" ".join(filter(None, one)) for one in variants]})
     variants = variants[args.first :]
     if not run_family(family, variants, write, interpret=args.interpret, until=args.until):
         os._exit(POISONED)  # clearing up would touch the device

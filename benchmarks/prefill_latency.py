@@ -299,21 +299,15 @@ def mix_executables(rig: "Rig", log: GraphLog) -> dict[str, Any]:
 def describe(rig: "Rig", args: argparse.Namespace) -> dict[str, Any]:
     """Machine, versions, options and floor."""
     import jax
-    import jaxlib
 
     from benchmarks.floors import weight_stream
+    from benchmarks.meta import commit, describe_card
 
     stats = jax.devices()[0].memory_stats() or {}
     return {
-        "card": jax.devices()[0].device_kind,
+        **describe_card(),
         "commit": args.commit or commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "versions": {
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "platform": jax.devices()[0].client.platform_version,
-            "python": sys.version.split()[0],
-        },
         "command": "python -m benchmarks.prefill_latency " + " ".join(sys.argv[1:]),
         "model": asdict(rig.config),
         "note": "random weights",
@@ -326,12 +320,6 @@ def describe(rig: "Rig", args: argparse.Namespace) -> dict[str, Any]:
         "bytes_in_use": stats.get("bytes_in_use"),
         "floor": weight_stream(rig),
     }
-
-
-def commit() -> str:
-    """Of the checkout that this file lies in."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def run_peer(rig: "Rig", args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -81,6 +81,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.running: set[str] = set()
+        self.most_running = 0
         self.num_flushes = 0
         self.num_compiled = (9, 9)
         self.num_restarts = 0
@@ -103,7 +104,9 @@ class FakeEngine:
 
     def submit(self, requests):
         self.requests += requests
-        return FakeSubmission(self, requests)
+        found = FakeSubmission(self, requests)
+        self.most_running = max(self.most_running, len(self.running))
+        return found
 
     async def flush_cache(self):
         self.num_flushes += 1

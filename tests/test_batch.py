@@ -211,18 +211,10 @@ def test_answers_keep_their_order_and_the_window_its_bounds(files):
     source.write_bytes(
         jsonl(request(str(i), body=COMPLETION | {"max_tokens": 40 - i}) for i in range(40))
     )
-    most = 0
-
-    class Watched(FakeEngine):
-        def submit(self, requests):
-            nonlocal most
-            found = super().submit(requests)
-            most = max(most, len(self.running))
-            return found
-
-    run(source, output, engine=Watched(), window=5)
+    engine = FakeEngine()
+    run(source, output, engine=engine, window=5)
     assert [one["custom_id"] for one in answers(output)] == [str(i) for i in range(40)]
-    assert most == 5
+    assert engine.most_running == 5
 
 
 def test_results_that_wait_for_an_earlier_one_count_against_memory():

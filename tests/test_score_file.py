@@ -400,18 +400,10 @@ def test_rows_weigh_what_stands_beside_their_texts(score, suffix, monkeypatch):
         Path("in.csv").write_text(csv_text([columns, *zip(*columns.values(), strict=True)]))
     else:
         Path("in.jsonl").write_text((json.dumps({"text": "ab", "a": "a" * 1000}) + "\n") * 40)
-    most = 0
-
-    class Watched(FakeEngine):
-        def submit(self, requests):
-            nonlocal most
-            found = super().submit(requests)
-            most = max(most, len(self.running))
-            return found
-
+    engine = FakeEngine()
     argv = ("-i", f"in.{suffix}", "-o", f"out.{suffix}", "--perplexity")
-    assert score(*argv, engine=Watched())[0] == 0
-    assert most == 3
+    assert score(*argv, engine=engine)[0] == 0
+    assert engine.most_running == 3
 
 
 def test_labels_keep_their_spaces_and_commas():
