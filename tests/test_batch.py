@@ -260,34 +260,44 @@ def test_what_fails_while_lines_are_read_is_what_is_told(files, monkeypatch):
 # --- resuming
 
 LIVES = """
-import os, random, signal, sys, time
+import io, os, random, signal, sys
 from jaxprefill.offline import output
 from tests.test_batch import run
 source, *targets = sys.argv[1:]
 output._BLOCK_BYTES = 2000
+
+class Mortal(io.FileIO):
+    def write(self, data):
+        global left
+        left -= 1
+        if left < 0:
+            super().write(data[: rng.randrange(len(data) + 1)])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().write(data)
+
+output.io.FileIO = Mortal
 for seed, target in enumerate(targets):
     rng, kills, kept = random.Random(seed), 0, set()
     while True:
+        left = rng.randrange(30 if target.endswith("jsonl") else 6)
         child = os.fork()
         if child == 0:
             run(source, target, mode="resume", window=3)
             os._exit(0)
-        deadline = time.monotonic() + rng.uniform(0.0, 0.06) * (1 + kills / 8)
-        while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if done != (0, 0):
-            assert done[1] == 0, done
+        status = os.waitpid(child, 0)[1]
+        if os.WIFEXITED(status):
+            assert status == 0, status
             break
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
         kills += 1
-        kept.add(os.path.getsize(target) if os.path.exists(target) else 0)
-    print(kills, len(kept))
+        kept.add(os.path.getsize(target))
+    print(kills, len(kept), flush=True)
 """
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_loses_and_repeats_nothing(tmp_path):
+    """Each life ends inside one of its first writes, any part of which may be on the disk."""
     source, whole = tmp_path / "in.jsonl", tmp_path / "whole.jsonl"
     lines = [request(str(i), body=COMPLETION | {"max_tokens": i % 30 + 1}) for i in range(200)]
     lines[50:50] = [request("1"), request(None)]  # errors, to be kept as well
@@ -303,7 +313,7 @@ def test_a_run_that_is_killed_again_and_again_loses_and_repeats_nothing(tmp_path
     assert ran.returncode == 0, ran.stderr
     for output, counts in zip(outputs, ran.stdout.splitlines(), strict=True):
         kills, kept = map(int, counts.split())
-        assert kills >= 3 and kept >= 3, "some lives left something behind"
+        assert kills >= kept >= 5, "lives left something behind"
         assert settled(answers(output)) == settled(answers(whole))
 
 

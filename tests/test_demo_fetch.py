@@ -113,7 +113,7 @@ def test_two_fetches_at_once_both_succeed(tmp_path: Path) -> None:
 
     class SlowPip(FakePip):
         def __call__(self, command: Sequence[str], is_shown: bool) -> CommandResult:
-            barrier.wait(timeout=10)
+            barrier.wait(timeout=60)
             return super().__call__(command, is_shown)
 
     paths: list[Path] = []

@@ -5,6 +5,7 @@ import hashlib
 import json
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -397,8 +398,14 @@ def test_calls_of_several_threads_share_steps(checkpoint):
     with tiny_engine(checkpoint) as made:
         alone = [made.generate([text], params)[0].token_ids for text in ("ab", "cd", "ef")]
         passes = made.stats()["passes"]["decode"]
-        with ThreadPoolExecutor(3) as pool:
+        with ThreadPoolExecutor(4) as pool:
+            held = threading.Barrier(2, timeout=60)
+            pool.submit(made._loop.call, lambda: [held.wait(), held.wait()])
+            held.wait()  # no step begins before all three have come
             calls = [pool.submit(made.generate, [text], params) for text in ("ab", "cd", "ef")]
+            while len(made._loop._inbox) < 3:
+                time.sleep(0.001)
+            held.wait()
             together = [call.result()[0].token_ids for call in calls]
         assert together == alone
         assert made.stats()["passes"]["decode"] - passes < passes

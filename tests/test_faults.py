@@ -207,7 +207,7 @@ def check_overload(found: dict):
 def test_an_engine_that_is_killed_is_replaced(server, expected):
     before = samples_of(server.http.get("/metrics").text)["engine_restarts_total",]
     engine = engine_of(server)
-    body = {"prompt": [7], "max_tokens": 150, "ignore_eos": True, "n": 8, "stream": True}
+    body = {"prompt": [7], "max_tokens": 150, "ignore_eos": True, "n": 20, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as reply:
         lines = reply.iter_lines()
         next(lines)

@@ -316,9 +316,7 @@ def test_more_token_ids_than_embedding_rows_are_refused(model_path: Path) -> Non
         _ = GgufCheckpoint(model_path).tokenizer
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     changes=st.lists(st.tuples(st.integers(0, 2600), st.integers(0, 255)), min_size=1, max_size=3)
 )

@@ -205,9 +205,7 @@ def test_every_truncation_is_refused(tmp_path: Path, sample: bytes) -> None:
             GgufFile(path)
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     changes=st.lists(st.tuples(st.integers(0, 1300), st.integers(0, 255)), min_size=1, max_size=4)
 )

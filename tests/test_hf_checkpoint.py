@@ -219,9 +219,7 @@ def test_the_config_is_that_of_the_folder_whatever_its_weights(tmp_path):
     assert opened(tmp_path).config.context_length == 64
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_damaged_files_never_escape(tmp_path, data):
     if not (tmp_path / "config.json").exists():

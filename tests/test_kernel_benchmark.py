@@ -97,16 +97,16 @@ def test_a_process_that_ends_or_hangs_costs_its_own_row_and_no_other():
         assert until > time.monotonic()
         return [sys.executable, "-c", WORKER.replace("POISONED", str(POISONED)), str(first)]
 
-    rows, session = [], Session(command, limit_s=2.0)
+    rows, session = [], Session(command, limit_s=5.0)
     assert session.run(rows.append, time.monotonic() + 60) == []
     assert [row["case"] for row in rows] == list("abcde")
     assert "status 9" in rows[1]["failure"] and rows[2]["failure"] == "illegal address"
     assert "did not answer" in rows[3]["failure"] and rows[4]["us"] == 1.0
     assert session.meta == {"card": "none"}
-    late = Session(command, limit_s=2.0)
+    late = Session(command, limit_s=5.0)
     assert late.run(rows.append, time.monotonic()) == [] and len(rows) == 5
     with pytest.raises(RuntimeError, match="ended with status 4"):
-        Session(lambda *_: [sys.executable, "-c", "exit(4)"], limit_s=2.0).run(print, 1e12)
+        Session(lambda *_: [sys.executable, "-c", "exit(4)"], limit_s=5.0).run(print, 1e12)
 
 
 def test_the_budget_ends_a_family_before_its_next_row():

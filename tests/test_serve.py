@@ -175,11 +175,11 @@ def test_numbers_do_not_depend_on_what_runs_beside(server):
 
 def raw(server: Server, data: bytes, *, wait: bool = True) -> bytes:
     """What a socket gets back for these bytes."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(data)
         if not wait:
             return b""
-        connection.settimeout(10)
+        connection.settimeout(60)
         found = b""
         while chunk := connection.recv(65536):
             found += chunk

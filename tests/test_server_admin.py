@@ -194,7 +194,7 @@ def test_an_aborted_request_tells_its_client(stream, body):
         await exchange.until(lambda: not stream or len(exchange.sent) > 3, "tokens are sent")
         order = Exchange(http.app, "/abort_request")
         order.body(body)
-        await asyncio.wait_for(asyncio.gather(order.task, exchange.task), 2)
+        await asyncio.wait_for(asyncio.gather(order.task, exchange.task), 60)
         assert json.loads(order.sent[1]["body"])["num_aborted"] == 1
         return exchange.sent
 
@@ -216,7 +216,7 @@ def test_an_abort_before_the_first_token_is_an_error_and_an_unknown_id_is_none()
         await exchange.until(lambda: http.engine.running, "it waits")
         order = Exchange(http.app, "/abort_request")
         order.body({"rid": "one"})
-        await asyncio.wait_for(asyncio.gather(order.task, exchange.task), 2)
+        await asyncio.wait_for(asyncio.gather(order.task, exchange.task), 60)
         assert exchange.sent[0]["status"] == 400
         assert json.loads(exchange.sent[1]["body"])["error"]["code"] == "aborted"
 
