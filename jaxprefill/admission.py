@@ -77,7 +77,7 @@ class Admission:
                 has no LM head and one is needed.
         """
         self._check_head(params, wants)
-        ids = self.prompt_ids(prompt)
+        ids = self.prompt_ids(prompt, params)
         self.check_length(len(ids), params)
         check_params(params, self.vocab_size)
         ends = () if params.ignore_eos else self.tokenizer.eos_ids
@@ -109,18 +109,20 @@ class Admission:
             for index, each in enumerate(each_wants)
         ]
 
-    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def prompt_ids(
+        self, prompt: Prompt, params: SamplingParams = NOTHING_GENERATED
+    ) -> tuple[int, ...]:
         """A prompt's token ids, validated; text gets the special tokens its tokenizer adds."""
         if isinstance(prompt, str):
             self._check_characters(prompt)
             ids = tuple(self.tokenizer.encode(prompt))
         else:
             if len(prompt) > self.context_length:  # perhaps by far: its ids need no look
-                self.check_length(len(prompt))
+                self.check_length(len(prompt), params)
             ids = as_ids(prompt)
         if not ids:
             raise RequestError(
-                f"prompt must hold at least one token, got {prompt!r}", param="prompt"
+                f"prompt must hold at least one token, got {prompt!r:.80}", param="prompt"
             )
         check_ids("prompt", ids, self.vocab_size)
         return ids
@@ -130,7 +132,7 @@ class Admission:
         is_list = isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, (str, bytes))
         if not is_list or len(ids) == 0:
             raise RequestError(
-                f"label_token_ids must be a list of at least one token id, got {ids!r}",
+                f"label_token_ids must be a list of at least one token id, got {ids!r:.80}",
                 param="label_token_ids",
             )
         labels = as_ids(ids, "label_token_ids")
@@ -139,7 +141,9 @@ class Admission:
 
     def chat_ids(self, messages: Any, template_options: Mapping[str, Any]) -> tuple[int, ...]:
         """The ids of a rendered conversation; only the template adds special tokens."""
-        return self.plain_ids(self.tokenizer.apply_chat_template(messages, **template_options))
+        text = self.tokenizer.apply_chat_template(messages, **template_options)
+        with naming_item("messages", 0, 1):
+            return self.plain_ids(text)
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
         """The ids of a text that names all its special tokens itself."""
@@ -231,7 +235,7 @@ def _as_id(token: Any, param: str) -> int:
 
 def _wrong_id(param: str, rule: str, token: Any) -> RequestError:
     what = param if param.endswith(("ids", "tokens")) else f"{param} ids"
-    return RequestError(f"{what} must be {rule}, got {token!r}", param=param)
+    return RequestError(f"{what} must be {rule}, got {token!r:.80}", param=param)
 
 
 def _stream_seed(seed: int, index: int) -> int:

@@ -15,6 +15,8 @@ from jaxprefill.errors import RequestError
 
 Message = Mapping[str, object]
 
+_MARK = "END_OF_WHAT_IS_TO_BE_CONTINUED "  # the space is lost where a template trims messages
+
 # What a template's own Python operations can raise on messages it was not written for.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
@@ -56,21 +58,29 @@ def render(template: jinja2.Template, variables: Mapping[str, object]) -> str:
         ) from error
 
 
-def final_message_end(text: str, messages: Sequence[Message]) -> int:
-    """Where the final message's own words end in a rendered text, before what closes it.
+def with_end_marked(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a mark behind the final one's words: `text_to_mark` finds it again.
+
+    The words alone could not be found: "<" also begins what closes a message.
+    """
+    final = messages[-1]
+    return [*messages[:-1], {**final, "content": f"{final['content']}{_MARK}"}]
+
+
+def text_to_mark(text: str) -> str:
+    """A rendered text as far as the final message's own words go, trimmed if the template trims.
 
     Raises:
         RequestError: the template did not write the message as it is.
     """
-    content = str(messages[-1]["content"])
-    for words in (content, content.strip()):  # many templates strip
-        if words and words in text:
-            return text.rindex(words) + len(words)
-    raise RequestError(
-        "continue_final_message needs a final message whose text the chat template writes as it "
-        f"is, got {content!r:.80}",
-        param="continue_final_message",
-    )
+    before, mark, after = text.rpartition(_MARK.strip())
+    if not mark:
+        raise RequestError(
+            "continue_final_message needs a final message whose text the chat template writes as "
+            "it is; leave it out, or send a plain prompt",
+            param="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:

@@ -14,9 +14,10 @@ from jaxprefill.chat_template import (
     TEMPLATE_GLOBALS,
     Message,
     compile_template,
-    final_message_end,
     plain_messages,
     render,
+    text_to_mark,
+    with_end_marked,
 )
 from jaxprefill.errors import RequestError
 
@@ -177,7 +178,8 @@ class Tokenizer:
         """
         template = self._template("tool_use" if kwargs.get("tools") else "default")
         variables = self._template_variables(kwargs)
-        variables["messages"] = plain = plain_messages(messages)
+        plain: Sequence[Message] = plain_messages(messages)
+        variables["messages"] = with_end_marked(plain) if continue_final_message else plain
         if add_generation_prompt and continue_final_message:
             raise RequestError(
                 "add_generation_prompt must be false where continue_final_message is true: a "
@@ -188,7 +190,7 @@ class Tokenizer:
             add_generation_prompt = not continue_final_message
         text = render(template, variables | {"add_generation_prompt": add_generation_prompt})
         _require_encodable(text, param="messages")
-        return text[: final_message_end(text, plain)] if continue_final_message else text
+        return text_to_mark(text) if continue_final_message else text
 
     def _template(self, name: str) -> jinja2.Template:
         """The template of that name, or the default one where there is none."""

@@ -78,10 +78,11 @@ def test_text_parts_are_joined_and_content_may_be_empty(http):
 
 
 def test_the_final_message_can_be_continued(http):
-    messages = [*BASE["messages"], {"role": "assistant", "content": "So "}]
-    http.post(PATH, BASE | {"messages": messages, "continue_final_message": True})
-    (request,) = http.engine.requests
-    assert http.engine.model.tokenizer.decode(request.prompt_ids) == "<user>Hi<assistant>So "
+    for words in ("So ", "", "<", "\n"):
+        messages = [*BASE["messages"], {"role": "assistant", "content": words}]
+        http.post(PATH, BASE | {"messages": messages, "continue_final_message": True})
+        prompt = http.engine.model.tokenizer.decode(http.engine.requests[-1].prompt_ids)
+        assert prompt == f"<user>Hi<assistant>{words}"
 
 
 def test_an_answer_may_fill_the_context_unless_told_otherwise(http):
@@ -109,12 +110,14 @@ def test_what_clients_send_beside_is_ignored(http):
         ({"messages": [{"content": "Hi"}]}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a" * 200}]}, "messages"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_completion_tokens": 2**63}, "max_completion_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"chat_template": "x"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

@@ -382,6 +382,19 @@ def render(template: str, **kwargs: object) -> str:
     return with_template(template).apply_chat_template([{"role": "user", "content": "c"}], **kwargs)
 
 
+def test_a_template_may_trim_the_message_to_be_continued_but_must_write_it() -> None:
+    messages: list[Message] = [{"role": "assistant", "content": " c \n"}]
+    for template, text in (
+        ("{{ messages[0].content | trim }}<end>", "c"),
+        ("{{ messages[0].content }} c \n<end>", " c \n"),
+    ):
+        tokenizer = with_template(template)
+        assert tokenizer.apply_chat_template(messages, continue_final_message=True) == text
+    with pytest.raises(RequestError, match="writes as it is") as caught:
+        with_template("<c>").apply_chat_template(messages, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -15,7 +15,7 @@ import msgspec
 from jaxprefill.admission import Wants
 from jaxprefill.errors import RequestError
 from jaxprefill.request import MAX_TOP_LOGPROBS
-from jaxprefill.server.body import wrong
+from jaxprefill.server.body import renaming, wrong
 from jaxprefill.server.choices import Part, chunks, whole_reply
 from jaxprefill.server.context import Call, check_batch
 from jaxprefill.server.fields import SamplingFields
@@ -50,10 +50,10 @@ async def chat(call: Call, body: ChatBody) -> Any:
     prompt = await call.off_loop_if_long(
         _size(body), lambda: admission.chat_ids(body.messages, options)
     )
-    params = body.sampling_params(
-        max_tokens=_max_tokens(body, call, len(prompt)),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+    max_tokens = _max_tokens(body, call, len(prompt))
+    with renaming({"max_tokens": _name_of_max_tokens(body)}):
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = body.sampling_params(max_tokens=max_tokens, logprobs=logprobs)
     wants = Wants(grammar=await grammar_of(call, body.response_format))
     requests = await call.requests([prompt], params, wants=wants, name="messages")
     layout, generation = _Layout(call, body, prompt), call.submit(requests)
@@ -128,9 +128,12 @@ def _max_tokens(body: ChatBody, call: Call, prompt_length: int) -> int:
         room = min(call.model.context_length, call.model.kv_tokens + 1) - prompt_length
         return max(room, 1)  # a prompt too long is refused for its length
     if asked < 1:
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        raise wrong(name, "an integer of at least 1", asked)
+        raise wrong(_name_of_max_tokens(body), "an integer of at least 1", asked)
     return asked
+
+
+def _name_of_max_tokens(body: ChatBody) -> str:
+    return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
 
 
 def _size(body: ChatBody) -> float:
