@@ -227,7 +227,8 @@ class Readings:
             )
         found: list[tuple[int, ...]] = []
         for index, label in enumerate(labels):
-            tokens = self._admission.plain_ids(label) if isinstance(label, str) else ()
+            with naming_item("labels", index, len(labels)):
+                tokens = self._admission.plain_ids(label) if isinstance(label, str) else ()
             if not tokens:
                 raise RequestError(
                     f"labels[{index}] must be a text of at least one token, got {label!r:.80}",

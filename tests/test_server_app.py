@@ -36,8 +36,9 @@ def test_health_tells_the_state_and_asks_nobody():
 
 def test_health_generate_runs_one_token():
     http = Http()
-    assert http.get("/health_generate").status_code == 200
-    assert [request.params.max_tokens for request in http.engine.requests] == [1]
+    for method in ("GET", "HEAD"):
+        assert http.request(method, "/health_generate").status_code == 200
+    assert [request.params.max_tokens for request in http.engine.requests] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,29 @@ def test_a_wrong_address_has_an_error_in_the_same_form(method, path, status):
     assert reply.status_code == status
     assert reply.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
     assert Http().request("HEAD", PATH).status_code == 405
+
+
+def test_an_error_shows_no_more_of_a_value_than_a_reader_can_use():
+    long, http = "x" * 10**4, Http()
+    for path, body in (
+        (PATH, {"prompt": [[long]]}),
+        (PATH, {"prompt": "a", "stop": {"a": long}}),
+        (PATH, {"model": long}),
+        ("/generate", {"text": "a", "return_logprob": True, "token_ids_logprob": [long]}),
+        ("/generate", {"text": "a", "sampling_params": long}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [long]}]}),
+        ("/v1/chat/completions", {"messages": [long]}),
+        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": long}),
+        ("/v1/score", {"query": [long], "items": [[1]], "label_token_ids": [1]}),
+        ("/v1/rerank", {"query": "a", "documents": [[long]]}),
+        ("/v1/classify", {"input": "a", "labels": [[long]]}),
+        ("/v1/embeddings", {"input": [long, 1]}),
+        ("/tokenize", {"prompt": [[long]]}),
+        ("/detokenize", {"tokens": [[long]]}),
+        ("/abort_request", {"rid": long}),
+    ):
+        reply = http.post(path, body)
+        assert reply.status_code in (400, 404) and len(reply.content) < 600, path
 
 
 def test_only_json_is_taken():

@@ -174,6 +174,7 @@ WRONG = [
     (CLASSIFY, {"input": "a", "labels": "yes"}, "labels", "'yes'"),
     (CLASSIFY, {"input": "a", "labels": ["a", ""]}, "labels", "labels[1]"),
     (CLASSIFY, {"input": "a", "labels": ["a", 5]}, "labels", "labels[1]"),
+    (CLASSIFY, {"input": "a", "labels": ["a", "b" * 10**4]}, "labels", "labels[1]"),
     (CLASSIFY, {"input": "a", "label_token_ids": [-1]}, "label_token_ids", "-1"),
     (CLASSIFY, {"input": "a", "labels": ["a"], "label_token_ids": [1]}, "label_token_ids", "out"),
     (CLASSIFY, {"input": ["a", ""], "labels": ["a", "bc"]}, "input", "input[1]"),

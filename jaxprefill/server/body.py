@@ -151,17 +151,19 @@ def _explained(message: str, data: dict[str, Any]) -> RequestError:
         return RequestError(message)
     value: Any = data
     names: list[str] = []
+    is_of_value = False
     for name, index in _STEP.findall(found["path"]):
         try:
             value = value[name] if name else value[int(index)]
         except (KeyError, IndexError, TypeError, ValueError):
-            break  # "..." stands for a key that the message does not name
+            is_of_value = True  # "..." stands for a key that the message does not name
+            break
         names.append(name or f"[{index}]")
     where = ".".join(names).replace(".[", "[")
     kinds = [kind for kind in found["kinds"].split(" | ") if kind != "null"]
     rule = " or ".join(_RULES.get(kind, kind) for kind in kinds)
-    if value is data or isinstance(value, dict):
-        rule = f"an object of {rule.partition(' ')[2]}s" if "object" not in kinds else rule
+    if is_of_value:
+        rule = f"an object of {rule.partition(' ')[2]}s"
     error = wrong(where, rule, value)
     error.param = names[0] if names else None
     return error

@@ -63,7 +63,7 @@ class JsonRoute(Generic[B]):
 
     async def _read(self, scope: Scope, receive: Receive, headers: Headers) -> B:
         self._context.check_open()
-        if scope["method"] == "GET":
+        if scope["method"] in ("GET", "HEAD"):
             return self.kind()
         body = await read_body(receive, headers, self._context.settings.max_body_bytes)
         return decode(body, self.kind)
