@@ -91,13 +91,14 @@ class EnginePlan:
     @property
     def limits(self) -> SchedulerLimits:
         """What the scheduler must keep to."""
+        factor = self.config.max_padding_factor
         return SchedulerLimits(
             max_batch_tokens=self.chunked_prefill_size,
             max_batch_requests=self.ladder.num_slots,
             max_running=self.max_running,
             prefill_context=self.ladder.max_contexts[-1],
             buckets=self.ladder.buckets,
-            split_above=1.5 if self.device.platform == "cpu" else math.inf,
+            split_above=min(1.5 if self.device.platform == "cpu" else math.inf, factor or math.inf),
         )
 
     def describe(self) -> str:

@@ -23,7 +23,10 @@ from jaxprefill.models.deepseek_v4.hf import read_deepseek
 from jaxprefill.models.rope import rotary_frequencies
 from jaxprefill.plan import make_plan
 from jaxprefill.prefill.backend import choose_prefill_backend
+from jaxprefill.prefill.policy import PrefillPolicy, Use
+from jaxprefill.prefill.vote import decide_batch
 from jaxprefill.resolved import resolved_options
+from tests.simulation import Simulation
 from tests.tiny import tiny_config
 
 CPU = DeviceInfo(platform="cpu", kind="cpu", memory_bytes=24 * 2**30, has_bf16_matmul=False)
@@ -232,6 +235,18 @@ def test_rounding_is_logged_and_what_no_executable_uses_is_warned_about(caplog):
     assert any("up to 112;" in line for line in told), "the same value is one shape"
     assert found.ladder.max_contexts == (8192,)
     assert [r.levelname for r in caplog.records if "ignored" in r.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
+def test_no_step_is_padded_so_far_that_it_falls_back_where_a_smaller_one_would_run(device):
+    found = plan(device, prefill_buckets=(8, 64), max_padding_factor=1.25, kv_cache_tokens=4096)
+    sim = Simulation(num_pages=found.num_pages, page_size=16, **vars(found.limits))
+    policy = PrefillPolicy(ladder=found.ladder, max_padding_factor=1.25)
+    for length in (47, 31, 23, 15):  # each is some eights and a seven
+        sim.add(f"{length}", length, 0)
+        while sim.num_unfinished:
+            batch = sim.step()
+            assert batch is None or isinstance(decide_batch(policy, batch), Use), length
 
 
 def test_slots_that_no_step_can_fill_are_warned_about(caplog):

@@ -16,7 +16,8 @@ class SchedulerLimits:
         buckets: token counts of the prefill executables, ascending.
         split_above: where padding a step up would exceed this factor, the step is cut down to
             the bucket below and the rest follows. Pays where time grows with tokens (a CPU), not
-            where a small step costs the same as a tiny one (a GPU).
+            where a small step costs the same as a tiny one (a GPU); at most the factor above which
+            such a step would fall back.
     """
 
     max_batch_tokens: int
@@ -31,6 +32,6 @@ class SchedulerLimits:
         wanted = min(wanted, self.max_batch_tokens)
         above = [bucket for bucket in self.buckets if bucket >= wanted]
         below = [bucket for bucket in self.buckets if bucket <= wanted]
-        if above and below and above[0] > self.split_above * wanted:
+        if above and below and above[0] / wanted > self.split_above:
             return below[-1]
         return wanted
