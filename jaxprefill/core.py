@@ -142,7 +142,7 @@ class EngineCore:
         try:
             runner.run(self.state, batch, group)
             return dispatch_heads(self.heads, self.state, batch, states)
-        except BaseException:
+        except BaseException:  # raised again, once its requests have ended
             self._lose(states)
             raise
 
@@ -154,7 +154,7 @@ class EngineCore:
                 row.state.num_in_flight -= 1
                 if row.state.status is not Status.FINISHED:
                     updates.append(self._update(row))
-        except BaseException:
+        except BaseException:  # raised again, once its requests have ended
             self._lose([state for state, _, _ in step.rows])
             raise
         return updates

@@ -92,7 +92,7 @@ class EngineLoop:
         self.submit(requests, answer)
         try:
             return answer.done.result()
-        except BaseException as error:
+        except BaseException as error:  # raised again: Ctrl-C too is to end the requests
             if not answer.done.done():
                 self._post(partial(self._interrupt, answer, error))
                 answer.done.exception()

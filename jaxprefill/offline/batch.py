@@ -244,7 +244,7 @@ async def _answer(session: OfflineSession, item: BatchItem) -> BatchAnswer:
         except JaxPrefillError as found:
             await session.ready()  # raises where there will be no engine
             error = found
-        except Exception as found:
+        except Exception as found:  # a line at fault ends no job
             error = found
     told: dict[str, Any] | None = None
     if error is not None:

@@ -44,7 +44,7 @@ class Source:
         self._raw = _open(path)
         try:
             self.stream: TextStream = open_text(self._raw, self.name)
-        except BaseException:
+        except BaseException:  # raised again: nothing else would close the file
             self._raw.close()
             raise
 

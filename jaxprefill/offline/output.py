@@ -40,7 +40,7 @@ class LineOutput:
                 raise ConfigError(f"--resume needs an output that is a file, got {self.name}")
             if path != STANDARD and self.is_regular:
                 self._claim(mode)
-        except BaseException:
+        except BaseException:  # raised again: nothing else would close the file
             self._file.close()
             raise
 

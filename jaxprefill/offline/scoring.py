@@ -269,7 +269,7 @@ class ScoringJob:
         except JaxPrefillError as error:
             await session.ready()  # raises where there will be no engine
             return _Scored(row, nothing, str(error))
-        except Exception as error:
+        except Exception as error:  # a row at fault ends no job
             return _Scored(row, nothing, as_api_error(error).message)
         return _Scored(row, measure.values(reply))
 

@@ -209,7 +209,7 @@ def compile_job(job: CompileJob, options: CompilerOptions, *, has_texts: bool = 
         lowered_at = time.perf_counter()
         compiled = lowered.compile(compiler_options=job.options(options))
         done = time.perf_counter()
-    except Exception as error:
+    except Exception as error:  # XLA's and Pallas', of whatever kind
         raise CompileError(
             f"executable {job.name} could not be compiled: {error}; "
             "leave this shape out, or lower chunked_prefill_size or max_running_requests"

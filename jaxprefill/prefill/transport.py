@@ -93,7 +93,7 @@ class KeyValueTransport:
         _check_rank(rank, size)
         try:
             client.key_value_set(f"{name}/{rank}", "")
-        except Exception as error:
+        except Exception as error:  # the client's, which has no public class
             raise ConfigError(
                 "name must be new, and every rank given to one process alone, but rank "
                 f"{rank} of {name!r} is in use or was ({error}); choose another name"

@@ -142,7 +142,7 @@ class GroupVote:
     def _gather(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         try:
             return self._transport.gather(numbers)
-        except Exception as error:
+        except Exception as error:  # the transport may be the caller's own
             self.is_over = True
             raise EngineUnavailable(
                 f"every rank of a group must answer, but rank {self._transport.rank} waited for "

@@ -58,7 +58,7 @@ class JsonRoute(Generic[B]):
                     call.close()
         except ClientDisconnect:
             pass  # nobody to answer
-        except Exception as error:
+        except Exception as error:  # answered, as a 500 where it is not the client's fault
             await self._fail(answer, as_api_error(error))
 
     async def _read(self, scope: Scope, receive: Receive, headers: Headers) -> B:

@@ -84,7 +84,7 @@ def write_file(path: Path, content: bytes) -> None:
                 scratch.flush()
                 os.fchmod(scratch.fileno(), 0o644)
             Path(scratch.name).replace(path)
-        except BaseException:
+        except BaseException:  # raised again: a half-written file is not to stay
             Path(scratch.name).unlink(missing_ok=True)
             raise
     except OSError as error:
