@@ -6,6 +6,7 @@ An engine that is lost is started again, and what it worked on is asked anew.
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -142,21 +143,17 @@ async def in_thread(function: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
+    def settle(outcome: Callable[[], None]) -> None:
+        if not done.cancelled():
+            outcome()
 
     def run() -> None:
         try:
-            outcome = (function(), None)
+            outcome = partial(done.set_result, function())
         except BaseException as error:  # it is the caller's
-            outcome = (None, error)
+            outcome = partial(done.set_exception, error)
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
+            loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, name="reader", daemon=True).start()
     return await done
