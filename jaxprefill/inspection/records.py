@@ -3,12 +3,11 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxprefill.errors import InspectionError
 
 Stage = Literal["jaxpr", "stablehlo", "hlo", "thunks", "ptx"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
 _SHAPE = re.compile(r"\b(\d+)x(\d+)x(\d+)\b")
 
 

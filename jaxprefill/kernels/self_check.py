@@ -5,12 +5,12 @@ A driver, compiler or chip that nobody tried must not answer requests with wrong
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.errors import KernelError
 from jaxprefill.kernels.attention import CAUSAL, AttentionBackend, AttentionSpec, RaggedBatch
@@ -190,10 +190,19 @@ def _attend(
     return out[: case.num_real_tokens]
 
 
-def _products(
-    dtype: jnp.dtype, quantization: str | None, *, interpret: bool
-) -> Iterator[tuple[str, Callable[[], Array], Callable[[], Array]]]:
-    """(name, ours, plain JAX's) of each kind, over the same random operands."""
+class _Operands(NamedTuple):
+    """Of the products: random rows and weights, weights in eight bits with their scales."""
+
+    x: Float[Array, "T E"]
+    hidden: Float[Array, "T F"]
+    norms: Float[Array, "2 F"]
+    weight: Shaped[Array, "F E"]
+    scales: Float[Array, " F"] | None
+    heads: LayerWeights  # its `gate_up` is [2 F, E]
+    rotary: Float[Array, "2 T half"]
+
+
+def _draw_operands(dtype: jnp.dtype, quantization: str | None) -> _Operands:
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> Float[Array, "..."]:
@@ -207,12 +216,21 @@ def _products(
 
     x, hidden, norms = draw(_ROWS, _DEPTH), draw(_ROWS, _WIDTH), draw(2, _WIDTH)
     (weight, scales), (gate_up, pair_scales) = draw_weight(_WIDTH), draw_weight(2 * _WIDTH)
-    sizes = LayerSizes(_DEPTH, 2 * _WIDTH, _WIDTH, _WIDTH, _HEAD_DIM)
     heads = LayerWeights(
         gate_up, weight, gate_up, weight, qk_norms=draw(2, _HEAD_DIM), qkv_scale=pair_scales
     )
     angle = draw(_ROWS, _HEAD_DIM // 2).astype(jnp.float32)
     rotary = jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+    return _Operands(x, hidden, norms, weight, scales, heads, rotary)
+
+
+def _products(
+    dtype: jnp.dtype, quantization: str | None, *, interpret: bool
+) -> Iterator[tuple[str, Callable[[], Array], Callable[[], Array]]]:
+    """(name, ours, plain JAX's) of each kind, over the same random operands."""
+    x, hidden, norms, weight, scales, heads, rotary = _draw_operands(dtype, quantization)
+    gate_up, pair_scales = heads.gate_up, heads.qkv_scale
+    sizes = LayerSizes(_DEPTH, 2 * _WIDTH, _WIDTH, _WIDTH, _HEAD_DIM)
     kv_heads = _WIDTH // _HEAD_DIM // 2
     itemsize = weight.dtype.itemsize
     tiles = choose_tiles(_ROWS, _DEPTH, _WIDTH, itemsize=itemsize)

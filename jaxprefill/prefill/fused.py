@@ -79,7 +79,6 @@ class FusedBody(Body):
                 layout.tiles,
                 spec,
                 tiles=self._tiles,
-                sizes=self._sizes,
                 norm_eps=tree.config.norm_eps,
                 interpret=interpret,
             )

@@ -70,8 +70,8 @@ class HuggingFaceCheckpoint:
             has_lm_head=config.has_lm_head and not is_headless,
         )
         self._stored = self._parameters(stored)
-        for name, each in self._stored.items():
-            self._require_readable(name, each)
+        for each in self._stored.values():
+            self._require_readable(each)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -109,7 +109,7 @@ class HuggingFaceCheckpoint:
             raise CheckpointError(f"{self._folder}: no tensor named {name!r}")
         return stored
 
-    def _require_readable(self, name: str, stored: _Stored) -> None:
+    def _require_readable(self, stored: _Stored) -> None:
         tensors = self._files.tensors
         if stored.scale is None:
             self._files.require_readable(stored.name)

@@ -100,14 +100,17 @@ class Capabilities:
         if self.head_dims is not None and needs.head_dim not in self.head_dims:
             yield f"takes head dims {_joined(self.head_dims)}, not {needs.head_dim}"
         for spec in needs.specs:
-            if spec.window is not None and not self.has_window:
-                yield f"has no sliding window, and {spec.window} is asked"
-            if spec.soft_cap is not None and not self.has_soft_cap:
-                yield f"caps no scores, and {spec.soft_cap:g} is asked"
-            if spec.has_sinks and not self.has_sinks:
-                yield "has no attention sinks, and they are asked"
+            yield from self._lacking_of(spec)
         if needs.has_max_context and not self.has_max_context:
             yield "is not bounded by prefill_max_context, and it is set"
+
+    def _lacking_of(self, spec: AttentionSpec) -> Iterator[str]:
+        if spec.window is not None and not self.has_window:
+            yield f"has no sliding window, and {spec.window} is asked"
+        if spec.soft_cap is not None and not self.has_soft_cap:
+            yield f"caps no scores, and {spec.soft_cap:g} is asked"
+        if spec.has_sinks and not self.has_sinks:
+            yield "has no attention sinks, and they are asked"
 
 
 def combined(*parts: Capabilities) -> Capabilities:

@@ -100,7 +100,6 @@ def make_fused_layer(
     spec: AttentionSpec,
     *,
     tiles: LayerTiles,
-    sizes: LayerSizes,
     norm_eps: float,
     interpret: bool = False,
 ) -> FusedLayer:
