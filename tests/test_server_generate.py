@@ -154,7 +154,7 @@ WRONG = [
     ({"sampling_params": {"stop": [""]}}, "stop", "''"),
     ({"sampling_params": {"stop_token_ids": [272]}}, "stop_token_ids", "272"),
     ({"sampling_params": {"logit_bias": {"272": 1}}}, "logit_bias", "272"),
-    ({"sampling_params": {"sampling_seed": 2**64}}, "seed", str(2**64)),
+    ({"sampling_params": {"sampling_seed": 2**64}}, "sampling_seed", str(2**64)),
     ({"sampling_params": {"regex": "a+"}}, "regex", "json_schema"),
     ({"sampling_params": {"json_schema": "{"}}, "json_schema", "JSON schema"),
     ({"sampling_params": {"json_schema": 5}}, "json_schema", "5"),

@@ -34,6 +34,11 @@ from jaxprefill.server.replies import EventStream, floored
 
 DEFAULT_NEW_TOKENS = 128
 _OTHER_INPUTS = ("input_embeds", "image_data", "audio_data", "video_data", "lora_path")
+_OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
 _OTHER_CONSTRAINTS = ("regex", "ebnf", "structural_tag", "stop_regex")
 
 
@@ -78,7 +83,7 @@ class GenerateSampling(SamplingFields, kw_only=True):
         for name in _OTHER_CONSTRAINTS:
             if getattr(self, name):
                 raise RequestError(f"{name} must be left out; use json_schema", param=name)
-        with renaming({"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}):
+        with renaming(_OTHER_NAMES):
             return self.sampling_params(max_tokens=self.num_new, logprobs=logprobs)
 
     def grammar(self) -> str | None:
