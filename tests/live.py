@@ -15,7 +15,7 @@ from tests.fake_engine import FakeEngine
 def live(engine: FakeEngine, **settings):
     """The address of a server that answers until the block ends."""
     app = create_app(engine, ServerSettings(**settings))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none", http="h11"))
     started = threading.Event()
     startup = server.startup
 

@@ -1,6 +1,7 @@
 """A server's life from its first socket to its last, over a fake engine and real connections."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -115,6 +116,34 @@ def test_an_engine_that_cannot_start_ends_the_server():
     engine.failure = CompileError("prefill 16 could not be compiled")
     with pytest.raises(CompileError):
         serve(visit, engine)
+
+
+HEADS = {
+    "a Java client's offer of HTTP/2": "POST /v1/completions HTTP/1.1\r\nUpgrade: h2c\r\n"
+    "Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABkAAQAAP__",
+    "HTTP/1.0": "POST /v1/completions HTTP/1.0",
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_clients_of_other_versions_are_answered_as_they_can_read(head):
+    body = json.dumps(BODY | {"stream": True})
+    lines = f"{head}\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    async def visit(client, engine):
+        url = client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(lines.encode())
+        await writer.drain()
+        writer.write(body.encode())
+        reply = await reader.readuntil(b"data: [DONE]\n\n")
+        assert reply.startswith(b"HTTP/1.1 200 ")
+        assert (b"chunked" in reply) == ("HTTP/1.1" in head)
+        assert len(engine.requests) == 1
+        writer.close()
+        tell()
+
+    assert serve(visit) == 0
 
 
 def test_an_address_in_use_is_said_before_anything_starts():

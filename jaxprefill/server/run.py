@@ -53,6 +53,7 @@ class ServerRun:
             access_log=False,
             server_header=False,
             ws="none",
+            http="h11",  # httptools loses the body beside "Upgrade: h2c", which Java's clients send
             timeout_keep_alive=settings.keep_alive_timeout,
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
