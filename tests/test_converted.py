@@ -1,9 +1,11 @@
 """`jaxprefill convert`: what is written is what is read, or it is refused by name."""
 
+import fcntl
 import hashlib
 import json
 import os
 import pickle
+import platform
 import shutil
 import subprocess
 import sys
@@ -217,6 +219,45 @@ def test_what_ends_half_way_leaves_nothing_behind(converted, tmp_path, monkeypat
         monkeypatch.setattr("jaxprefill.weights.convert.write_manifest", fail)
     words = "No space left on device; free some space|^$"
     with pytest.raises((CheckpointError, KeyboardInterrupt), match=words):
+        convert(TINY, tmp_path / "tiny", dtype="bfloat16", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    kept = open_checkpoint(str(tmp_path / "tiny"))
+    assert {str(leaf.dtype) for leaf in leaves_of(kept).values()} == {"float32"}
+
+
+def test_what_killed_conversions_left_goes_with_the_next_and_what_others_write_stays(tmp_path):
+    """Locks go with their process; one that is held stands for a conversion that runs."""
+    left, busy = (tmp_path / f".convert-{platform.node()}-{name}" for name in ("left", "busy"))
+    for folder in (left, busy, tmp_path / ".convert-another machine-x"):
+        (folder / "new" / "weights").mkdir(parents=True)
+    (left / "old" / "replaced").mkdir(parents=True)  # killed before the new one took its place
+    held = os.open(busy, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        convert(TINY, tmp_path / "old")
+    finally:
+        os.close(held)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"old", "replaced", busy.name, ".convert-another machine-x"}
+    convert(TINY, tmp_path / "old", dtype="bfloat16", overwrite=True)  # whatever it is called
+    assert leaves_of(open_checkpoint(str(tmp_path / "old")))
+    assert not busy.exists()
+
+
+@pytest.mark.parametrize("end", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_replacement_that_ends_between_its_renames_keeps_the_old(
+    converted, tmp_path, monkeypatch, end
+):
+    shutil.copytree(converted, tmp_path / "tiny")
+    replace = Path.replace
+
+    def fail(path, target):
+        if path.name == "new":
+            raise end
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises((CheckpointError, KeyboardInterrupt)):
         convert(TINY, tmp_path / "tiny", dtype="bfloat16", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
     kept = open_checkpoint(str(tmp_path / "tiny"))

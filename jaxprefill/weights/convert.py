@@ -1,6 +1,12 @@
 """Writes any readable model as a converted checkpoint, whole or not at all."""
 
+import fcntl
+import os
+import platform
+import shutil
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -16,6 +22,8 @@ from jaxprefill.weights.checkpoint import Checkpoint
 from jaxprefill.weights.converted import is_converted, write_manifest, write_model
 from jaxprefill.weights.load import check_names, check_shapes, read_leaves
 from jaxprefill.weights.orbax import write_leaves
+
+_REPLACED = "old"
 
 StoredDType = Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"]
 
@@ -59,15 +67,16 @@ def convert(
     check_shapes(checkpoint, tree)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as scratch:
-            made = Path(scratch) / folder.name
+        with _scratch(folder.parent) as scratch:
+            made, replaced = scratch / "new", scratch / _REPLACED / folder.name
             made.mkdir()
             leaves = read_leaves(checkpoint, tree).items()
             stored = write_leaves(made, {path: _cast(leaf, dtype) for path, leaf in leaves})
             write_model(made, config, checkpoint.tokenizer)
             manifest = write_manifest(made, checkpoint.name, stored)
             if overwrite and folder.exists():
-                folder.replace(Path(scratch) / "old")  # which goes with the scratch
+                replaced.parent.mkdir()
+                folder.replace(replaced)  # which goes with the scratch
             made.replace(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -81,6 +90,48 @@ def convert(
         num_files=len(manifest.files) + 1,
         num_bytes=sum(file.num_bytes for file in manifest.files.values()),
     )
+
+
+@contextmanager
+def _scratch(parent: Path) -> Generator[Path]:
+    """A hidden folder that goes with the block; those of conversions that were killed go first.
+
+    Each is locked while its process lives. Locks may not reach other machines that share a disk,
+    so the name has this machine's.
+    """
+    prefix = f".convert-{platform.node()}-"
+    for left in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
+        with suppress(OSError), _open_folder(left) as place:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _discard(left)
+    begun = Path(tempfile.mkdtemp(dir=parent, prefix=".begun-"))
+    with _open_folder(begun) as place:
+        with suppress(OSError):  # a disk without locks, where none is taken for left either
+            fcntl.flock(place, fcntl.LOCK_EX)
+        scratch = begun.replace(parent / f"{prefix}{begun.name}")  # locked before others see it
+        try:
+            yield scratch
+        finally:
+            _discard(scratch)
+
+
+@contextmanager
+def _open_folder(folder: Path) -> Generator[int]:
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield place
+    finally:
+        os.close(place)
+
+
+def _discard(scratch: Path) -> None:
+    """Removes a scratch folder; what was to be replaced, but is not, goes back to its place."""
+    replaced = scratch / _REPLACED
+    for path in replaced.iterdir() if replaced.is_dir() else ():
+        place = scratch.parent / path.name
+        if not (place.exists() or place.is_symlink()):
+            path.replace(place)
+    shutil.rmtree(scratch)
 
 
 def _cast(leaf: np.ndarray, dtype: StoredDType) -> np.ndarray:
