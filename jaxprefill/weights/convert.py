@@ -68,15 +68,14 @@ def convert(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(folder.parent) as scratch:
-            made, replaced = scratch / "new", scratch / _REPLACED / folder.name
+            made = scratch / "new"
             made.mkdir()
             leaves = read_leaves(checkpoint, tree).items()
             stored = write_leaves(made, {path: _cast(leaf, dtype) for path, leaf in leaves})
             write_model(made, config, checkpoint.tokenizer)
             manifest = write_manifest(made, checkpoint.name, stored)
             if overwrite and folder.exists():
-                replaced.parent.mkdir()
-                folder.replace(replaced)  # which goes with the scratch
+                _put_aside(folder, scratch)
             made.replace(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -122,6 +121,12 @@ def _open_folder(folder: Path) -> Generator[int]:
         yield place
     finally:
         os.close(place)
+
+
+def _put_aside(folder: Path, scratch: Path) -> None:
+    """Moves what is to be replaced to where it goes with the scratch folder."""
+    (scratch / _REPLACED).mkdir()
+    folder.replace(scratch / _REPLACED / folder.name)
 
 
 def _discard(scratch: Path) -> None:
