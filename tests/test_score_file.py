@@ -235,7 +235,11 @@ CSV_ROWS = [
     (b"ab", ["ab", ""], "must have 2 fields, as the header, got 1"),
     (b'"a"b,1', ["ab", "1"], "is no CSV"),
     (b"NaN,1e999", ["NaN", "1e999"], None),
-    (b'"a\nb,1', ["a\nb,1\n", ""], "is no CSV"),
+    (
+        b'"a\nb,1',
+        ["a\nb,1\n", ""],
+        "is no CSV: unexpected end of data; a quote opened there goes on to line 9",
+    ),
 ]
 
 

@@ -293,7 +293,10 @@ class CsvTable:
                 if fields:
                     return fields, None
             except csv.Error as error:
-                return self._lenient(), f"{self._where()} is no CSV: {error}"
+                problem = f"{self._where()} is no CSV: {error}"
+                if len(self._record) > 1:
+                    problem += f"; a quote opened there goes on to line {self._reader.line_num}"
+                return self._lenient(), problem
 
     def _lenient(self) -> list[str]:
         try:
