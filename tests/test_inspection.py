@@ -19,7 +19,7 @@ from jaxprefill.cli.tables import emit_table
 from jaxprefill.errors import ConfigError, InspectionError, JaxPrefillError, RequestError
 from jaxprefill.inspection import sources
 from jaxprefill.inspection.cost import cost_program
-from jaxprefill.inspection.diff import compare
+from jaxprefill.inspection.diff import _paired, compare
 from jaxprefill.inspection.findings import find
 from jaxprefill.inspection.fold import fold
 from jaxprefill.inspection.hlo import parse_instruction, parse_module
@@ -263,6 +263,19 @@ def test_what_is_added_and_gone_is_named(source):
     assert not there.is_empty
 
 
+def test_operations_that_changed_are_told_beside_those_most_alike():
+    def each(operation: str, size: int, inside: str):
+        return ("fusion", "mlp", f"{operation} -> f32[{size}]", f"((f32[{size}])) {inside} 1")
+
+    gone = [each("add", 8, "exp"), each("add", 8, "tanh"), each("exponential", 8, "exp")]
+    added = [each("exponential", 9, "log"), each("add", 9, "tanh"), each("maximum", 9, "exp")]
+    assert dict(_paired(gone, added)) == {
+        gone[1]: added[1],  # all but its shape
+        gone[2]: added[0],  # what it makes
+        gone[0]: added[2],  # where it is
+    }
+
+
 def test_a_key_is_a_name_a_shape_or_a_part():
     names = ["prefill 16x4x99", "prefill 32x4x99", "decode 4x4x99", "greedy 4", "greedy 16"]
     assert select(names, "prefill") == names[:2]
@@ -377,6 +390,8 @@ def test_paths_are_read_for_their_scopes():
     assert scope_of("jit(f)/while/body/closed_call/mlp.down/cond/branch_1_fun/dot") == "mlp.down"
     assert scope_of("jit(f)/jit(layer)/attention.core/jit(floor_divide)/eq") == "attention.core"
     assert scope_of("jit(f)/dot_general") == ""
+    merged = "jit(f)/broadcast_in_dim;jit(f)/attention.core/mul;jit(f)/attention.core/exp"
+    assert scope_of(merged) == "attention.core"
     callback = '  %c = () custom-call(), custom_call_target="xla_ffi_python_gpu_callback"'
     assert kind_of(parse_instruction(callback)) == "host"
 

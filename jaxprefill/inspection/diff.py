@@ -135,15 +135,24 @@ def _changes(before: Counter[_Signature], after: Counter[_Signature]) -> list[Ch
 def _paired(
     gone: Sequence[_Signature], added: Sequence[_Signature]
 ) -> list[tuple[_Signature, _Signature]]:
-    """Those of one kind and scope, in order: they are one operation that changed."""
-    free = list(added)
+    """Those of one kind and scope are one operation that changed: first what is most alike."""
+    left, free = [old for old in gone if old[1]], list(added)
     pairs: list[tuple[_Signature, _Signature]] = []
-    for old in gone:
-        match = next((new for new in free if new[:2] == old[:2] and old[1]), None)
-        if match is not None:
-            free.remove(match)
-            pairs.append((old, match))
+    for depth in (4, 3, 2):
+        for old in list(left):
+            likeness = _likeness(old)[:depth]
+            match = next((new for new in free if _likeness(new)[:depth] == likeness), None)
+            if match is not None:
+                left.remove(old)
+                free.remove(match)
+                pairs.append((old, match))
     return pairs
+
+
+def _likeness(signature: _Signature) -> _Signature:
+    """Kind, scope, operation and what is fused, without shapes."""
+    kind, scope, what, how = signature
+    return kind, scope, what.partition(" -> ")[0], how.rpartition(")")[2]
 
 
 def _change(

@@ -288,9 +288,14 @@ def pallas_name(instruction: Instruction) -> str:
 
 
 def scope_of(op_name: str) -> str:
-    """`jit(prefill)/jit(layer)/mlp.down/dot_general` is in `mlp.down`."""
-    parts = _path(op_name)[:-1]
-    return "/".join(part for part in parts if not _STRUCTURE.fullmatch(part))
+    """`jit(prefill)/jit(layer)/mlp.down/dot_general` is in `mlp.down`.
+
+    What XLA made of several operations has their paths, with semicolons between: the first that
+    has a scope counts.
+    """
+    paths = (_path(each)[:-1] for each in op_name.split(";"))
+    scopes = ("/".join(p for p in path if not _STRUCTURE.fullmatch(p)) for path in paths)
+    return next(filter(None, scopes), "")
 
 
 def _path(op_name: str) -> list[str]:

@@ -86,7 +86,7 @@ def _notes(program: Program, cost: ProgramCost, chip: Chip) -> list[str]:
         notes.append(f"{cost.num_untold} kernels, attention for one, do not tell their products")
     unknown = sum(turns is None for _, turns in program.loops)
     if unknown:
-        notes.append(f"{unknown} loops turn as often as the batch says; they count once")
+        notes.append(f"loops that turn as often as the batch says count once: {unknown}")
     return notes
 
 
