@@ -99,10 +99,16 @@ class LayerwiseExecutable:
         self._kinds = {kind: compiled[f"{name}/{_layer_part(kind)}"].call for kind in body.kinds}
         self._finish = compiled[f"{name}/finish"].call
         self._layers: list[tuple[Callable[..., Any], Leaves, Array]] = []
+        self._must_wait = False
 
     def bind(self, state: DeviceState) -> None:
-        """Splits the weights by layer, once."""
-        tree = self._body.tree
+        """Splits the weights by layer, once.
+
+        From 32 launches that wait for one another on, a device of a CPU takes none, and keeps the
+        thread that the other devices need: there each layer is awaited.
+        """
+        tree, devices = self._body.tree, state.hidden.devices()
+        self._must_wait = len(devices) > 1 and next(iter(devices)).platform == "cpu"
         self._layers = [
             (
                 self._kinds[kind],
@@ -119,6 +125,8 @@ class LayerwiseExecutable:
         norms = self._body.tree.leaf(state.leaves, "norms")
         for layer, leaves, index in self._layers:
             rows, state.pools = layer(leaves, norms, rows, state.pools, index, rotary, ids, buffer)
+            if self._must_wait:
+                rows.block_until_ready()
         state.hidden = self._finish(state.leaves, state.hidden, rows)
 
     @staticmethod
