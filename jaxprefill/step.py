@@ -106,7 +106,11 @@ class Heads:
 def dispatch_heads(
     heads: Heads, state: DeviceState, batch: Batch, states: list[RequestState]
 ) -> PendingStep:
-    """Dispatches every head that the batch's rows ask for, behind its body."""
+    """Dispatches every head that the batch's rows ask for, behind its body.
+
+    The first chunks of a long prompt ask for none. One sum tells when they are done: else the host
+    would dispatch all of them at once, and aborts and requests of higher priority come behind them.
+    """
     to_sample: list[RowToSample] = []
     to_score: list[RowToScore] = []
     to_rank: list[RowToScore] = []
@@ -130,6 +134,8 @@ def dispatch_heads(
         if row.sample is not None:
             _start_slot(heads.lm, state, request_state)
             to_sample.append(RowToSample(at - 1, row.slot, row.sample))
+    if not (to_sample or to_score or to_rank or to_logit or to_sum or to_classify):
+        to_sum.append(HiddenSpan(0, 1))  # nobody's: what gives nothing to read is not waited for
     return PendingStep(
         rows=[(one, row, one.lease.nodes) for one, row in zip(states, batch.rows, strict=True)],
         tokens=heads.lm.sample(state, to_sample) if to_sample else None,

@@ -2,6 +2,7 @@
 
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.on_devices 1 2 4
 python -m tests.on_devices 2 4 --families deepseek_v4          (see `family_differences`)
+python -m tests.on_devices 2 --deep                            (see `deep_error`)
 python -m tests.on_devices 2 4 --fixture gemma2_soft_caps bfloat16
 python -m tests.on_devices 2 --process 0 --port 12345 --cache folder    (and --process 1)
 """
@@ -191,6 +192,18 @@ def family_differences(devices: list[int], names: list[str]) -> dict[str, float]
     return worst
 
 
+def deep_error(num_devices: int) -> float:
+    """How far logprobs are, layer by layer, where a step is more launches than a device takes."""
+    checkpoint = TinyCheckpoint(num_layers=40, scale=1.0)
+    options = OPTIONS | dict(prefill_backend="layerwise", store=False)
+    with tiny_engine(checkpoint, tensor_parallel_size=num_devices, **options) as made:
+        prompts = [ids for ids in PROMPTS for _ in range(4)]
+        return max(
+            np.abs(np.array(one[1:]) - prompt_logprobs(checkpoint, ids)).max(initial=0)
+            for ids, one in zip(prompts, made.logprobs(prompts), strict=True)
+        )
+
+
 def disagree(checkpoint: TinyCheckpoint, process: int) -> str:
     """What a process is told whose options differ from the others'."""
     try:
@@ -207,6 +220,7 @@ def main() -> None:
     parser.add_argument("--port")
     parser.add_argument("--cache")
     parser.add_argument("--families", nargs="*", metavar="NAME")
+    parser.add_argument("--deep", action="store_true")
     parser.add_argument("--fixture", nargs=2, metavar=("NAME", "DTYPE"))
     args = parser.parse_args()
     CPU_OPTIONS["xla_backend_optimization_level"] = "0"  # as in the tests' own process
@@ -216,7 +230,9 @@ def main() -> None:
         print("\nFOUND " + json.dumps(found, default=float))
         return
     checkpoint = make_checkpoint()
-    if args.families is not None:
+    if args.deep:
+        found = {n: deep_error(n) for n in args.devices}
+    elif args.families is not None:
         found = family_differences(args.devices, args.families)
     elif args.process is None:
         found = {n: measure(checkpoint, n) for n in args.devices}

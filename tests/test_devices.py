@@ -160,6 +160,13 @@ def test_soft_caps_sinks_and_experts_are_shared_out(name, dtype, devices):
 
 
 @pytest.mark.slow
+def test_a_deep_model_s_launches_do_not_keep_its_devices_from_each_other():
+    """A device of a CPU takes 32 at once; the next waits on the thread that the others need."""
+    (found,) = results(start(2, "--deep", num_devices=2))
+    assert found["2"] <= 1e-4
+
+
+@pytest.mark.slow
 def test_two_processes_run_one_engine_and_share_a_compilation_cache(found, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

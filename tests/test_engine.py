@@ -18,6 +18,7 @@ from jaxprefill.config import EngineConfig
 from jaxprefill.errors import JaxPrefillError, RequestError
 from jaxprefill.kernels.device import describe_device
 from jaxprefill.plan import make_plan
+from jaxprefill.sampling.runner import PendingScores
 from jaxprefill.step import PendingStep
 from jaxprefill.weights.convert import convert
 from jaxprefill.weights.locate import open_checkpoint
@@ -97,6 +98,23 @@ def test_the_next_step_is_dispatched_before_the_last_ones_tokens_are_read(engine
     )
     engine.generate([random_prompt(5)], SamplingParams(max_tokens=4, ignore_eos=True))
     assert events[:5] == ["dispatch", "dispatch", "read", "dispatch", "read"]
+
+
+def test_chunks_that_give_no_results_do_not_run_ahead_of_the_device(engine, monkeypatch):
+    """Else a newcomer, or an abort, would come behind all chunks of a long prompt."""
+    events: list[str] = []
+    core, read = type(engine._core), PendingScores.read
+    dispatch = core._dispatch
+    monkeypatch.setattr(
+        core, "_dispatch", lambda self, *given: events.append("dispatch") or dispatch(self, *given)
+    )
+    monkeypatch.setattr(
+        PendingScores, "read", lambda scores: events.append("waited") or read(scores)
+    )
+    engine.flush_cache()
+    engine.generate([random_prompt(120)], SamplingParams(max_tokens=1))
+    chunks = 4
+    assert events == ["dispatch", *["dispatch", "waited"] * (chunks - 1), "waited"]
 
 
 def test_sampling_repeats_with_its_seed_alone_or_in_a_batch(engine):
