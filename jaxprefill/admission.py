@@ -142,12 +142,11 @@ class Admission:
     def chat_ids(self, messages: Any, template_options: Mapping[str, Any]) -> tuple[int, ...]:
         """The ids of a rendered conversation; only the template adds special tokens."""
         text = self.tokenizer.apply_chat_template(messages, **template_options)
-        with naming_item("messages", 0, 1):
-            return self.plain_ids(text)
+        return self.plain_ids(text, param="messages")
 
-    def plain_ids(self, text: str) -> tuple[int, ...]:
-        """The ids of a text that names all its special tokens itself."""
-        self._check_characters(text)
+    def plain_ids(self, text: str, *, param: str = "prompt") -> tuple[int, ...]:
+        """The ids of a text that names all its special tokens itself; `param` holds it."""
+        self._check_characters(text, param)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def pair_ids(self, first: str, second: str) -> tuple[int, ...]:
@@ -163,14 +162,14 @@ class Admission:
                 param="model",
             )
 
-    def _check_characters(self, prompt: str) -> None:
+    def _check_characters(self, prompt: str, param: str = "prompt") -> None:
         """A token covers a bounded number of characters, so absurd texts need no tokenizing."""
         most = self.context_length * self.tokenizer.max_token_characters
         if len(prompt) > most:
             raise RequestError(
                 f"prompt has {len(prompt)} characters, and cannot fit the maximum context length "
                 f"of {self.context_length} tokens; shorten it",
-                param="prompt",
+                param=param,
             )
 
     def check_length(self, num_tokens: int, params: SamplingParams = NOTHING_GENERATED) -> None:

@@ -169,12 +169,17 @@ def product_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+def is_on_cpu(array: Shaped[Array, "..."]) -> bool:
+    """Whether its devices are a CPU's."""
+    return next(iter(array.devices())).platform == "cpu"
+
+
 def spin_until_ready(array: Shaped[Array, "..."]) -> None:
     """Waits for a GPU's result without giving the processor away, for some milliseconds.
 
     A thread that slept wakes late, and its next dispatch runs on cold caches.
     """
-    if next(iter(array.devices())).platform == "cpu":
+    if is_on_cpu(array):
         return
     until = time.perf_counter() + _SPIN_S
     # jax.Array's type leaves `is_ready` out.

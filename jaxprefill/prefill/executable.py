@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxprefill.batch import Batch
 from jaxprefill.device_state import DeviceState, StateShapes
+from jaxprefill.kernels.device import is_on_cpu
 from jaxprefill.models.decoder import Pools, rotary_tables, row_size
 from jaxprefill.models.sharding import EVERYWHERE, place, specs_of
 from jaxprefill.models.tree import Leaves
@@ -107,8 +108,8 @@ class LayerwiseExecutable:
         From 32 launches that wait for one another on, a device of a CPU takes none, and keeps the
         thread that the other devices need: there each layer is awaited.
         """
-        tree, devices = self._body.tree, state.hidden.devices()
-        self._must_wait = len(devices) > 1 and next(iter(devices)).platform == "cpu"
+        tree = self._body.tree
+        self._must_wait = len(state.hidden.devices()) > 1 and is_on_cpu(state.hidden)
         self._layers = [
             (
                 self._kinds[kind],
