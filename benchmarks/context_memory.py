@@ -13,6 +13,7 @@ a kernel and attends in another. `context_temp_bytes` is what exceeds the same l
 
 import argparse
 import json
+import sys
 import time
 from functools import cache, partial
 from importlib.util import find_spec
@@ -251,9 +252,9 @@ def main() -> None:
     variants = VARIANTS if jax.default_backend() == "gpu" else VARIANTS[:2]
     for variant, count, bound in product(variants, tokens, bounds):
         rows.append(row(variant, count, bounds[0], bound, args.dtype))
-        if not args.json:
-            took = f", {rows[-1]['ms']:.2f} ms" if "ms" in rows[-1] else ""
-            print(LINE.format(**rows[-1]) + took, flush=True)
+        took = f", {rows[-1]['ms']:.2f} ms" if "ms" in rows[-1] else ""
+        told = sys.stderr if args.json else sys.stdout
+        print(LINE.format(**rows[-1]) + took, file=told, flush=True)
     if args.json:
         print(json.dumps({"rows": rows}))
     elif find_spec("matplotlib"):

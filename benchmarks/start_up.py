@@ -39,6 +39,7 @@ from jaxprefill.models.sharding import make_mesh  # noqa: E402
 from jaxprefill.models.tree import model_tree  # noqa: E402
 from jaxprefill.plan import make_plan  # noqa: E402
 from jaxprefill.startup import start  # noqa: E402
+from jaxprefill.weights.demo import fetch_demo  # noqa: E402
 
 
 class RandomCheckpoint:
@@ -166,6 +167,8 @@ def main() -> None:
     rows = []
     start_in_process = start_shape if args.model in MODELS else serve_once
     with tempfile.TemporaryDirectory() as cache:
+        if args.model == "demo":
+            fetch_demo()
         use_empty_cache(cache)
         for kind in ("cold", *["warm"] * args.warm_starts):
             found = start_in_process(args.model, args.options)

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -299,7 +300,8 @@ class Engine:
         """
         if isinstance(messages, str) or not is_list(messages):
             raise RequestError(
-                f"messages must be a list of messages, got {messages!r}", param="messages"
+                f"messages must be a list of messages, got {reprlib.repr(messages)}",
+                param="messages",
             )
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages

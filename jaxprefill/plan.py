@@ -329,9 +329,10 @@ def _resolve_buckets(config: EngineConfig, reach: int, *, is_cpu: bool) -> tuple
         ladder = CPU_BUCKETS if is_cpu else GPU_BUCKETS
         buckets = cut_ladder(upstream_buckets(size) if named == "upstream" else ladder, size)
     if buckets[-1] > reach:
+        what = "a prefill bucket" if isinstance(named, tuple) else "chunked_prefill_size"
         raise ConfigError(
-            f"a prefill bucket must be at most max_running_requests x context_length = {reach} "
-            f"tokens, got {buckets[-1]}; name smaller ones"
+            f"{what} must be at most max_running_requests x context_length = {reach} tokens, got "
+            f"{buckets[-1]}; name a smaller one"
         )
     return buckets
 

@@ -166,6 +166,9 @@ def test_a_measured_row_changes_the_attention_of_its_shapes_alone(monkeypatch):
         return PALLAS_MOSAIC_GPU.make(tiles, spec)
 
     mine = replace(PALLAS_MOSAIC_GPU, name="mine", make=make)
+    told = "pallas_triton, pallas_mosaic_gpu from 4096 tokens"
+    assert str(plan(device, model, **options).attention) == told
+    monkeypatch.setattr(select, "FASTER", ())
     before = plan(device, model, **options)
     assert before.attention.backends == (PALLAS_TRITON,)
     assert str(before.attention) == before.backend.name
@@ -279,6 +282,18 @@ def test_a_backend_that_is_not_bounded_by_a_max_context_fails_at_start_up(monkey
 )
 def test_options_that_contradict_the_model_are_refused(options):
     with pytest.raises(ConfigError):
+        plan(**options)
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (dict(prefill_buckets=(10**6,)), "a prefill bucket"),
+        (dict(chunked_prefill_size=10**6), "chunked_prefill_size"),
+    ],
+)
+def test_more_tokens_a_step_than_all_requests_can_have_are_refused(options, named):
+    with pytest.raises(ConfigError, match=f"^{named} must be at most .* got 1000000"):
         plan(**options)
 
 

@@ -16,6 +16,7 @@ import pytest
 from benchmarks import rig as rigs
 from jaxprefill.kernels.attention.pallas_triton import PALLAS_TRITON
 from jaxprefill.kernels.attention.xla import XLA
+from jaxprefill.kernels.device import describe_device
 from jaxprefill.models.sharding import make_mesh
 from jaxprefill.models.tree import model_tree
 from jaxprefill.prefill.buckets import ShapeKey
@@ -146,3 +147,34 @@ def test_what_was_tuned_is_read_back_and_a_second_compilation_is_the_same(tmp_pa
     names = first["programs"]
     assert [name for name in names if second["programs"][name] != names[name]] == []
     assert set(second["tuned"].items()) - set(first["tuned"].items()) == set()
+
+
+STORED = """
+import json, sys, warnings
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+import numpy as np
+from tests.tiny import TinyCheckpoint, tiny_engine
+
+prompts = [np.random.default_rng(n).integers(0, 250, n).tolist() for n in (200, 100)]
+held = TinyCheckpoint(num_q_heads=8, head_dim=128, hidden_size=64, context_length=256)
+shapes = dict(prefill_buckets=(32, 128), page_size=16, store=True, attention_backend=sys.argv[1])
+with tiny_engine(held, dtype="bfloat16", **shapes) as made:
+    scores = [score for found in made.logprobs(prompts) for score in found[1:]]
+    stats = made.stats()
+loaded = [one["name"] for one in stats["compiled"] if one["load_s"] is not None]
+print(json.dumps(dict(scores=scores, loaded=len(loaded), all=len(stats["compiled"]),
+                      passes=stats["passes"], late=stats["compilations_after_ready"])))
+"""
+
+
+@pytest.mark.parametrize("backend", ["pallas_triton", "pallas_mosaic_gpu"])
+def test_stored_executables_give_another_process_the_same_scores(backend, tmp_path):
+    if backend == "pallas_mosaic_gpu" and describe_device().compute_capability != "9.0":
+        pytest.skip("no Hopper GPU")
+    first, second = (
+        json.loads(in_another_process("-c", STORED, backend, cache=tmp_path).splitlines()[-1])
+        for _ in range(2)
+    )
+    assert first["loaded"] == 0 and second["loaded"] == second["all"]
+    assert second["scores"] == first["scores"] and np.std(first["scores"]) > 0.1
+    assert first["passes"]["full"] > 1 and second["late"] == 0

@@ -167,6 +167,22 @@ def test_modules_names_and_stacked_experts_are_the_same_model(tmp_path):
     assert_leaves_are(tmp_path, tensors)
 
 
+@pytest.mark.parametrize(
+    "value, kind", [(-1, np.int64), (None, np.int32), (2**32, np.int64), (1, np.float32)]
+)
+def test_a_table_of_experts_that_are_not_there_is_refused(tmp_path, value, kind):
+    num_experts = checkpoint().config.moe.num_experts
+    value = num_experts if value is None else value
+    found = f"{value} among" if kind != np.float32 else "float32"
+    tensors, name = checkpoint().tensors, "model.layers.0.mlp.gate.tid2eid"
+    table = tensors[name].astype(kind)
+    table[3, 1] = value
+    write_model(tmp_path, tensors | {name: table})
+    message = f"{name}: must hold integers from 0 to {num_experts - 1}, got {found}"
+    with pytest.raises(CheckpointError, match=message):
+        assert_leaves_are(tmp_path, tensors)
+
+
 def test_scales_that_do_not_fit_their_weights_are_named(tmp_path):
     tensors = checkpoint().tensors
     stored, _ = quantise(tensors, has_fp4=True, has_powers=True, suffix=".scale")

@@ -7,6 +7,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -65,6 +66,7 @@ def run() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
             signal.signal(number, _interrupt)
+    sys.unraisablehook = _interrupt_again
     status = main()
     if status > 128 and status != BROKEN_PIPE:
         os._exit(status)
@@ -115,6 +117,18 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _interrupt(number: int, _: object) -> NoReturn:
     raise KeyboardInterrupt(number)
+
+
+def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
+    """An interrupt that Python dropped, as it came in a callback of the collector: once more."""
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    number = (lost.exc_value.args or (signal.SIGINT,))[0]
+    arguments = (threading.main_thread().ident, number)
+    again = threading.Timer(0.1, signal.pthread_kill, arguments)  # in here it would be lost too
+    again.daemon = True
+    again.start()
 
 
 def _fail(error: JaxPrefillError, status: int) -> int:

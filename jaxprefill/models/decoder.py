@@ -38,11 +38,13 @@ class Fused(NamedTuple):
     Attributes:
         rows: first-axis length of each part: of each tensor, or of the parts of a single one that
             the checkpoint holds already concatenated; none where there is just one part.
+        below: where its numbers are indices: what each must be less than.
     """
 
     sources: tuple[str, ...]
     rows: tuple[int, ...] = ()
     is_stacked: bool = False
+    below: int | None = None
 
 
 def row_size(config: ModelConfig) -> int:

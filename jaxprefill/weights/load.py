@@ -83,9 +83,26 @@ def _stored(
 
 def _read_leaf(checkpoint: Checkpoint, fused: Fused) -> Shaped[np.ndarray, "..."]:
     parts = [checkpoint.read(name) for name in fused.sources]
+    if fused.below is not None:
+        for name, part in zip(fused.sources, parts, strict=True):
+            _check_indices(part, f"{checkpoint.name}: {name}", fused.below)
     if len(parts) == 1 and not fused.is_stacked and parts[0].flags.writeable:
         return parts[0]  # else it may lie in a file, which others can change: it is copied
     return np.stack(parts) if fused.is_stacked else np.concatenate(parts)
+
+
+def _check_indices(part: Shaped[np.ndarray, "..."], name: str, below: int) -> None:
+    """A device takes an index out of range without a word: NaN, or another's row."""
+    found = str(part.dtype)
+    if np.issubdtype(part.dtype, np.integer):
+        wrong = part[(part < 0) | (part >= below)]
+        if not wrong.size:
+            return
+        found = f"{wrong[0]} among its {part.size}"
+    raise CheckpointError(
+        f"{name}: must hold integers from 0 to {below - 1}, got {found}; the checkpoint is "
+        "damaged, or does not match its own configuration"
+    )
 
 
 def _share_rows(

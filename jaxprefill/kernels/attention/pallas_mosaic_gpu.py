@@ -20,9 +20,8 @@ from jaxprefill.kernels.attention.tiles import TileShape, tile_capacity
 from jaxprefill.kernels.attention.whole_tiles import merge_parts, write_pool
 
 # H200, 32 query heads on 8, one request, all three launches against the Triton kernel's one: 8192
-# tokens 1296 -> 1054 us, 2048 156 -> 119 us; 1024 87 -> 99 us. A whole pass of Qwen3-8B's shape:
-# 8192 tokens 228.3 -> 224.5 ms, 2048 51.1 -> 49.9; but of 16 requests 48.3 -> 49.3: so this backend
-# is taken by name alone.
+# tokens 1296 -> 1054 us, 2048 156 -> 119 us; 1024 87 -> 99 us. Below, the Triton kernel is taken;
+# `select.FASTER` says from where this backend is taken without being named.
 _LEAST_TOKENS = 2048
 ROWS, KEYS, HEAD_DIM = 64, 128, 128  # query tokens a tile, keys a step
 

@@ -127,9 +127,12 @@ def _compressor_sources(name: str, size: int) -> dict[str, Fused]:
 def _moe_sources(config: ModelConfig, name: str, *, is_hashed: bool) -> dict[str, Fused]:
     assert config.moe is not None, "every layer has experts"
     shared = tuple(f"{name}.shared_experts.{part}_proj.weight" for part in ("gate", "up"))
-    choice = ("table", "tid2eid") if is_hashed else ("bias", "e_score_correction_bias")
-    return expert_sources(name, config.moe.num_experts) | {
-        f"moe.{choice[0]}": Fused((f"{name}.gate.{choice[1]}",)),
+    if is_hashed:
+        choice = {"moe.table": Fused((f"{name}.gate.tid2eid",), below=config.moe.num_experts)}
+    else:
+        choice = {"moe.bias": Fused((f"{name}.gate.e_score_correction_bias",))}
+    return choice | {
+        **expert_sources(name, config.moe.num_experts),
         "moe.shared_gate_up": Fused(shared, (config.mlp_size,) * 2),
         "moe.shared_down": Fused((f"{name}.shared_experts.down_proj.weight",)),
     }
