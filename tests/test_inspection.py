@@ -493,6 +493,11 @@ def test_numbers_of_calls_and_urls_are_checked_in_python_too(source):
         ServerSource("localhost:8000", find_chip=lambda *_: CHIP)
 
 
+def served(executables: bytes) -> bytes:
+    device = b'{"platform": "cpu", "kind": "cpu"}'
+    return b'HTTP/1.1 200 OK\r\n\r\n{"device": %s, "executables": %s}' % (device, executables)
+
+
 @pytest.mark.parametrize(
     ("url", "reply"),
     [
@@ -504,6 +509,11 @@ def test_numbers_of_calls_and_urls_are_checked_in_python_too(source):
         ("", b"HTTP/1.1 200 OK\r\n\r\n[]"),
         ("", b'HTTP/1.1 200 OK\r\n\r\n{"executables": [3], "device": {}}'),
         ("", b'HTTP/1.1 200 OK\r\n\r\n{"executables": [], "device": {"platform": 1, "kind": 2}}'),
+        ("", served(b'[{"name": "x", "temp_bytes": "many"}]')),
+        ("", served(b'[{"name": "x", "measured_s": "long"}]')),
+        ("", served(b'[{"name": "x", "compile_s": NaN}]')),
+        ("", served(b'[{"name": "\\ud800"}]')),
+        ("", served(b"[" * 100_000)),
     ],
 )
 def test_strangers_at_a_url_are_told(url, reply):

@@ -1,7 +1,6 @@
 """The executables of a running server, as it tells of them over HTTP."""
 
 import http.client
-import json
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -9,11 +8,26 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from jaxprefill.errors import ConfigError, InspectionError
 from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
 
 _PATIENCE_S = 60.0
 _LOCAL = "a server tells only the hlo; `jaxprefill inspect --model` compiles for the others"
+
+
+class _Record(msgspec.Struct):
+    """An executable as a server tells of it."""
+
+    name: str
+    temp_bytes: int | None = None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    code_bytes: int | None = None
+    compile_s: float | None = None
+    fingerprint: str | None = None
+    measured_s: float | None = None
 
 
 class ServerSource:
@@ -39,9 +53,10 @@ class ServerSource:
         self._key = api_key
         info = self._ask("/executables")
         try:
-            self._records = {str(record["name"]): record for record in info["executables"]}
+            records = msgspec.convert(info["executables"], list[_Record])
+            self._records = {record.name: record for record in records}
             self.chip = find_chip(str(info["device"]["platform"]), str(info["device"]["kind"]))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
             raise self._stranger(error) from error
         if not self._records:
             raise InspectionError(f"{self._url} has no executables; ask again when it is ready")
@@ -58,13 +73,13 @@ class ServerSource:
             name=name,
             chip=self.chip,
             read_text=partial(self._text, name),
-            temp_bytes=record.get("temp_bytes"),
-            argument_bytes=record.get("argument_bytes"),
-            output_bytes=record.get("output_bytes"),
-            code_bytes=record.get("code_bytes"),
-            compile_s=record.get("compile_s"),
-            fingerprint=record.get("fingerprint"),
-            measured_s=record.get("measured_s"),
+            temp_bytes=record.temp_bytes,
+            argument_bytes=record.argument_bytes,
+            output_bytes=record.output_bytes,
+            code_bytes=record.code_bytes,
+            compile_s=record.compile_s,
+            fingerprint=record.fingerprint,
+            measured_s=record.measured_s,
         )
 
     def _text(self, name: str, stage: Stage) -> str | Missing:
@@ -87,10 +102,10 @@ class ServerSource:
         try:
             request = urllib.request.Request(self._url + path, headers=headers)
             with urllib.request.urlopen(request, timeout=_PATIENCE_S) as reply:
-                return json.load(reply)
+                return msgspec.json.decode(reply.read())
         except urllib.error.HTTPError as error:
             body = error.read().decode(errors="replace")
             raise InspectionError(f"{self._url}{path} answers {error.code}: {body:.300}") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             why = str(error) or type(error).__name__
             raise InspectionError(f"{self._url} does not answer as a server: {why}") from error
