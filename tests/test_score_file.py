@@ -296,6 +296,8 @@ def test_parquet_texts_that_are_no_utf8_are_not_scored(score):
         (("-i", "in.txt", "-o", "out.csv", "--embed"), "must end in"),
         (("-i", "in.csv", "-o", "no/out.csv", "--embed"), "cannot write"),
         (("-i", "-", "-o", "-", "--embed", "--format", "parquet"), "cannot be read from stdin"),
+        (("-i", "/dev/null", "-o", "o", "--embed", "--format", "parquet"), "a file, no pipe"),
+        (("-i", "in.csv", "-o", "out.parquet.gz", "--embed"), "text also .gz"),
     ],
 )
 def test_mistakes_are_told(score, argv, words):

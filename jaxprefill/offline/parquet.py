@@ -30,6 +30,8 @@ class ParquetTable:
         path = source.path
         if path == STANDARD:
             raise ConfigError("a Parquet file must be named: it cannot be read from stdin")
+        if source.size is None:  # it is read from its end, and would wait for ever on a pipe
+            raise ConfigError(f"a Parquet file must be a file, no pipe, got {path}; save it first")
         self._arrow, parquet = _arrow()
         self.source = source
         try:

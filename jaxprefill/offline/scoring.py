@@ -143,7 +143,7 @@ def format_of(path: str) -> str:
     if name.suffix.lower() in (".gz", ".zst"):
         name = name.with_suffix("")
     found = _SUFFIXES.get(name.suffix.lower())
-    if found is None:
+    if found is None or (found == "parquet" and name != Path(path)):  # Parquet packs its columns
         raise ConfigError(
             f"the name of a table must end in {', '.join(_SUFFIXES)} (text also .gz or .zst), or "
             f"--format must be given, got {path}"
