@@ -397,49 +397,39 @@ def test_status_of_other_ends(shared, cli, error, status):
     assert found == status and "Traceback" not in err
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_an_interrupt_inside_a_callback_is_not_lost(name, status):
-    """Python drops what a finaliser or a callback of its collector raises."""
+def end_with_a_finaliser(finaliser, *, then="pass"):
+    """A process of the entry point, whose command drops an object, runs `then` and succeeds."""
     code = f"""
 import signal, time
 from jaxprefill.cli import main
 
 class Dropped:
     def __del__(self):
-        signal.raise_signal(signal.{name})
+        {finaliser}
 
 def work(command):
     Dropped()
-    time.sleep(60)
+    {then}
+    return 0
 
 main._run = work
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 main.run()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=False, timeout=50
-    )
-    assert (done.returncode, done.stderr) == (status, b"jaxprefill: interrupted\n")
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_an_interrupt_inside_a_callback_is_not_lost(name, status):
+    """Python drops what a finaliser or a callback of its collector raises."""
+    done = end_with_a_finaliser(f"signal.raise_signal(signal.{name})", then="time.sleep(60)")
+    assert (done.returncode, done.stderr) == (status, "jaxprefill: interrupted\n")
 
 
 def test_another_error_inside_a_callback_is_shown_as_ever():
-    code = """
-import sys
-from jaxprefill.cli import main
-
-class Broken:
-    def __del__(self):
-        raise ZeroDivisionError("in here")
-
-def work(command):
-    Broken()
-    return 0
-
-main._run = work
-main.run()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = end_with_a_finaliser('raise ZeroDivisionError("in here")')
     assert done.returncode == 0 and "ZeroDivisionError: in here" in done.stderr
 
 

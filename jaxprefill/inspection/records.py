@@ -55,20 +55,15 @@ class Chip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspected:
-    """An executable, its numbers and its texts.
+class Numbers:
+    """An executable's name and numbers; None where they are not known.
 
     Attributes:
         name: as the engine calls it: `prefill 256x16x8192`, `greedy 4`.
-        facts: what it was compiled for: model, versions, options.
-        read_text: the text of a stage, or why there is none; asked for what such a chip can have.
-        measured_s: of one run, where that is known.
+        measured_s: of one run.
     """
 
     name: str
-    chip: Chip
-    read_text: Callable[[Stage], str | Missing] = field(repr=False)
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     temp_bytes: int | None = None
     argument_bytes: int | None = None
     output_bytes: int | None = None
@@ -76,6 +71,20 @@ class Inspected:
     compile_s: float | None = None
     fingerprint: str | None = None
     measured_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspected(Numbers):
+    """An executable, its numbers and its texts.
+
+    Attributes:
+        facts: what it was compiled for: model, versions, options.
+        read_text: the text of a stage, or why there is none; asked for what such a chip can have.
+    """
+
+    chip: Chip
+    read_text: Callable[[Stage], str | Missing] = field(repr=False)
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def text(self, stage: Stage) -> str:
         """The text of a stage.

@@ -5,29 +5,17 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from jaxprefill.errors import ConfigError, InspectionError
-from jaxprefill.inspection.records import Chip, Inspected, Missing, Stage
+from jaxprefill.inspection.records import Chip, Inspected, Missing, Numbers, Stage
 
 _PATIENCE_S = 60.0
 _LOCAL = "a server tells only the hlo; `jaxprefill inspect --model` compiles for the others"
-
-
-class _Record(msgspec.Struct):
-    """An executable as a server tells of it."""
-
-    name: str
-    temp_bytes: int | None = None
-    argument_bytes: int | None = None
-    output_bytes: int | None = None
-    code_bytes: int | None = None
-    compile_s: float | None = None
-    fingerprint: str | None = None
-    measured_s: float | None = None
 
 
 class ServerSource:
@@ -53,7 +41,7 @@ class ServerSource:
         self._key = api_key
         info = self._ask("/executables")
         try:
-            records = msgspec.convert(info["executables"], list[_Record])
+            records = msgspec.convert(info["executables"], list[Numbers])
             self._records = {record.name: record for record in records}
             self.chip = find_chip(str(info["device"]["platform"]), str(info["device"]["kind"]))
         except (KeyError, TypeError, msgspec.ValidationError) as error:
@@ -68,19 +56,8 @@ class ServerSource:
 
     def open(self, name: str) -> Inspected:
         """See `Source.open`."""
-        record = self._records[name]
-        return Inspected(
-            name=name,
-            chip=self.chip,
-            read_text=partial(self._text, name),
-            temp_bytes=record.temp_bytes,
-            argument_bytes=record.argument_bytes,
-            output_bytes=record.output_bytes,
-            code_bytes=record.code_bytes,
-            compile_s=record.compile_s,
-            fingerprint=record.fingerprint,
-            measured_s=record.measured_s,
-        )
+        numbers = asdict(self._records[name])
+        return Inspected(chip=self.chip, read_text=partial(self._text, name), **numbers)
 
     def _text(self, name: str, stage: Stage) -> str | Missing:
         if stage != "hlo":

@@ -140,10 +140,9 @@ def format_of(path: str) -> str:
         ConfigError: it tells none.
     """
     name = Path(path)
-    if name.suffix.lower() in (".gz", ".zst"):
-        name = name.with_suffix("")
-    found = _SUFFIXES.get(name.suffix.lower())
-    if found is None or (found == "parquet" and name != Path(path)):  # Parquet packs its columns
+    is_packed = name.suffix.lower() in (".gz", ".zst")
+    found = _SUFFIXES.get((name.with_suffix("") if is_packed else name).suffix.lower())
+    if found is None or (is_packed and found == "parquet"):  # Parquet packs its own columns
         raise ConfigError(
             f"the name of a table must end in {', '.join(_SUFFIXES)} (text also .gz or .zst), or "
             f"--format must be given, got {path}"

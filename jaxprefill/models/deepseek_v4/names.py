@@ -131,8 +131,8 @@ def _moe_sources(config: ModelConfig, name: str, *, is_hashed: bool) -> dict[str
         choice = {"moe.table": Fused((f"{name}.gate.tid2eid",), below=config.moe.num_experts)}
     else:
         choice = {"moe.bias": Fused((f"{name}.gate.e_score_correction_bias",))}
-    return choice | {
-        **expert_sources(name, config.moe.num_experts),
+    own = {
         "moe.shared_gate_up": Fused(shared, (config.mlp_size,) * 2),
         "moe.shared_down": Fused((f"{name}.shared_experts.down_proj.weight",)),
     }
+    return expert_sources(name, config.moe.num_experts) | choice | own
